@@ -38,6 +38,8 @@ class DualEncoder(nn.Module):
         text_decoder: nn.Module | None = None,
     ) -> None:
         super().__init__()
+        self.compute_dtype: torch.dtype | None = None
+        """What the towers autocast to; None leaves them as they are (fp32, or as FSDP casts them)."""
         self.visual = visual
         self.text = text
         if text_decoder is not None:
@@ -66,12 +68,13 @@ class DualEncoder(nn.Module):
         if clamp_scale is not None:
             with torch.no_grad():
                 self.logit_scale.clamp_(*clamp_scale)
-        image_features, image_tokens = _encode(self.visual, image)
-        text_features, text_tokens = _encode(self.text, text)
         caption_logits = None
-        if caption_pairs is not None:
-            image_rows, text_rows = caption_pairs
-            caption_logits = self.text_decoder(image_tokens[image_rows], text_tokens[text_rows, :-1])
+        with torch.autocast(self.logit_scale.device.type, self.compute_dtype, self.compute_dtype is not None):
+            image_features, image_tokens = _encode(self.visual, image)
+            text_features, text_tokens = _encode(self.text, text)
+            if caption_pairs is not None:
+                image_rows, text_rows = caption_pairs
+                caption_logits = self.text_decoder(image_tokens[image_rows], text_tokens[text_rows, :-1])
         return Encoded(
             image_features, text_features, self.logit_scale.exp(), self.logit_bias, caption_logits
         )

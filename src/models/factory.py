@@ -1,8 +1,8 @@
 """From a name or a JSON file to a model, its tokenizer and what its image tower wants to see.
 
-open_clip's configurations are the one description of an architecture here: its built-in names, a JSON file in
-its form, or a folder with an `open_clip_config.json`. open_clip builds the towers (native, timm, Hugging Face,
-CoCa); `DualEncoder` holds them.
+open_clip's configurations are the one description of an architecture here: its built-in names, a JSON file
+in its form, or a folder with an `open_clip_config.json`. open_clip builds the towers (native, timm, Hugging
+Face, CoCa); `DualEncoder` holds them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import logging
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -32,7 +31,7 @@ class ModelConfig:
     """What is learnt: architecture, starting weights, image and text input."""
 
     model: str = "ViT-B-32"
-    """Architecture: a name of open_clip's list, or `local-dir:FOLDER` / `hf-hub:NAME` with a configuration."""
+    """Architecture: a name of open_clip's list, or `local-dir:FOLDER` / `hf-hub:NAME`."""
     model_config: str | None = None
     """JSON file with a configuration of one's own, in open_clip's form; replaces --model."""
     pretrained: str | None = None

@@ -1,0 +1,311 @@
+"""How the model lies over the processes: none, DDP, FSDP or HSDP, with precision, recompute and compile.
+
+Freezing and the decay set come before, on the plain model. Here: recompute -> compile -> shard -> weights.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from shardclip.errors import UserError
+from shardclip.models.dual_encoder import DualEncoder
+from shardclip.training.distributed import Processes
+from shardclip.training.units import Unit, find_blocks, find_units, select, table, towers
+
+log = logging.getLogger(__name__)
+
+EngineKind = Literal["none", "ddp", "fsdp", "hsdp"]
+Precision = Literal["fp32", "amp_bf16", "amp_bfloat16", "bf16", "amp", "fp16"]
+
+_DTYPES: dict[str, torch.dtype | None] = {
+    "fp32": None,
+    "amp_bf16": torch.bfloat16,
+    "amp_bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "amp": torch.float16,
+    "fp16": torch.float16,
+}
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the model lies over the processes, and what it computes in."""
+
+    distributed_engine: EngineKind | None = None
+    """Engine by name; --ddp and --fsdp are shorter. Default: ddp on several processes, none on one."""
+    ddp: bool = False
+    """Replicate the model: torch's DistributedDataParallel."""
+    fsdp: bool = False
+    """Shard the model: torch's fully_shard (FSDP2)."""
+    precision: Precision = "amp_bf16"
+    """What the towers compute in. Weights, moments, scale, loss and sums are fp32 in each of them."""
+    fsdp_layers_to_wrap: tuple[str, ...] = ()
+    """Class names, or regular expressions on them, of the modules that are gathered as a whole.
+    Default: the blocks that each tower repeats."""
+    fsdp_min_params: int | None = None
+    """Gather modules by size instead: the innermost ones with at least so many parameters."""
+    fsdp_shard_size: int | None = None
+    """Shard within so many ranks and replicate across (HSDP). Default: the processes of a node."""
+    fsdp_no_reshard_after_forward: bool = False
+    """Keep gathered parameters from forward to backward: less traffic, more memory."""
+    fsdp_cpu_offload: bool = False
+    """Keep parameters, gradients and moments in the memory of the host."""
+    fsdp_gradient_reduction_precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """What gradients are summed in over the ranks."""
+    fsdp_layers_to_grad_checkpoint: tuple[str, ...] = ()
+    """Class names, or regular expressions on them, of the modules whose activations are recomputed."""
+    grad_checkpointing: bool = False
+    """Recompute activations in backward, in every block (or those of --fsdp-layers-to-grad-checkpoint)."""
+    grad_checkpointing_every: int = 1
+    """Recompute only every n-th of those modules."""
+    torchcompile: bool = False
+    """Compile each block with torch.compile."""
+    torchcompile_backend: str = "inductor"
+    """Backend of torch.compile."""
+    torchcompile_mode: str | None = None
+    """Mode of torch.compile."""
+
+    def engine(self, world_size: int) -> EngineKind:
+        """The engine that the flags ask for on `world_size` processes.
+
+        Raises:
+            UserError: the flags contradict each other.
+        """
+        asked = {
+            name
+            for name, wanted in (("ddp", self.ddp), ("fsdp", self.fsdp), (self.distributed_engine, True))
+            if wanted and name is not None
+        }
+        if asked == {"fsdp", "hsdp"}:
+            asked = {"hsdp"}
+        if len(asked) > 1:
+            raise UserError(f"--ddp, --fsdp and --distributed-engine ask for {' and '.join(sorted(asked))}")
+        if not asked:
+            return "ddp" if world_size > 1 else "none"
+        (kind,) = asked
+        if kind == "none" and world_size > 1:
+            raise UserError(f"--distributed-engine none wants one process; there are {world_size}")
+        return kind  # type: ignore[return-value]
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """What the towers compute in; None is fp32 throughout."""
+        return _DTYPES[self.precision]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The model as it lies over the processes. Call `module` as one calls `DualEncoder`."""
+
+    kind: EngineKind
+    module: nn.Module
+    gradient_divisor: int
+    """What the engine divides summed gradients by: the step multiplies by it, once."""
+    compute_dtype: torch.dtype | None
+    units: tuple[Unit, ...] = ()
+
+    @contextmanager
+    def synchronising(self, active: bool) -> Iterator[None]:
+        """Forward and backward inside reduce gradients over the ranks only if `active`."""
+        if isinstance(self.module, FSDPModule):
+            self.module.set_requires_gradient_sync(active)
+            yield
+        elif isinstance(self.module, DistributedDataParallel) and not active:
+            with self.module.no_sync():
+                yield
+        else:
+            yield
+
+
+def parallelize(
+    model: DualEncoder,
+    config: ParallelConfig,
+    processes: Processes,
+    *,
+    source: DualEncoder | None,
+    blank_text: Tensor,
+) -> Engine:
+    """Lay `model` over the processes and fill it with the weights of rank 0's `source`.
+
+    Args:
+        model: the model on the meta device, frozen as it shall be; becomes the engine's module, in place.
+        config: the flags.
+        processes: this run's processes.
+        source: on rank 0 the same architecture with its starting weights (CPU, fp32); None elsewhere.
+        blank_text: token ids [1, L] of an empty caption.
+
+    Raises:
+        UserError: a pattern matches nothing, a tower has no unit, the sizes do not fit.
+    """
+    kind = config.engine(processes.world_size)
+    sharded = kind in ("fsdp", "hsdp")
+    units = find_units(model, config.fsdp_layers_to_wrap, config.fsdp_min_params) if sharded else []
+    if units:
+        log.info("FSDP units\n%s", table(units, model))
+    _recompute(model, config)
+    _compile(model, config)
+    if sharded:
+        _shard(model, [unit.name for unit in units], config, _mesh(kind, config, processes))
+    else:
+        model.compute_dtype = config.compute_dtype
+    device = torch.device("cpu") if config.fsdp_cpu_offload and sharded else processes.device
+    _materialize(model, device)
+    if sharded and config.fsdp_cpu_offload:
+        for scalar in _scalars(model):
+            scalar.data = scalar.data.to(processes.device)
+    _send_weights(model, source, processes)
+    if kind == "ddp":
+        _freeze_idle(model, blank_text.to(processes.device))
+        return Engine(kind, _replicate(model, processes), processes.world_size, config.compute_dtype)
+    divisor = processes.world_size if sharded else 1
+    return Engine(kind, model, divisor, config.compute_dtype, tuple(units))
+
+
+def _scalars(model: DualEncoder) -> set[nn.Parameter]:
+    return {p for p in (model.logit_scale, model.logit_bias) if p is not None}
+
+
+def _recompute(model: DualEncoder, config: ParallelConfig) -> None:
+    patterns = config.fsdp_layers_to_grad_checkpoint
+    if not (config.grad_checkpointing or patterns):
+        return
+    if patterns:
+        names = select(model, "--fsdp-layers-to-grad-checkpoint", patterns)
+    else:
+        names = [f"{tower}.{name}" for tower, module in towers(model) for name, _ in find_blocks(module)]
+    for name in names[:: config.grad_checkpointing_every]:
+        block = model.get_submodule(name)
+        # On the instance, so that no parameter's name changes (torch's checkpoint_wrapper changes them).
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+
+
+def _compile(model: DualEncoder, config: ParallelConfig) -> None:
+    if not config.torchcompile:
+        return
+    for _, tower in towers(model):
+        for _, block in find_blocks(tower):
+            block.compile(backend=config.torchcompile_backend, mode=config.torchcompile_mode)
+
+
+def _mesh(kind: EngineKind, config: ParallelConfig, processes: Processes) -> DeviceMesh:
+    if not dist.is_initialized():
+        backend = "nccl" if processes.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    world = processes.world_size
+    several_nodes = processes.local_world_size < world
+    size = config.fsdp_shard_size or (
+        processes.local_world_size if kind == "hsdp" or several_nodes else world
+    )
+    if world % size:
+        raise UserError(f"--fsdp-shard-size {size} does not divide the {world} processes")
+    if size == world and kind != "hsdp":
+        return init_device_mesh(processes.device.type, (world,), mesh_dim_names=("shard",))
+    return init_device_mesh(
+        processes.device.type, (world // size, size), mesh_dim_names=("replicate", "shard")
+    )
+
+
+def _shard(model: DualEncoder, unit_names: Sequence[str], config: ParallelConfig, mesh: DeviceMesh) -> None:
+    reduce_dtype = _DTYPES[config.fsdp_gradient_reduction_precision] or torch.float32
+    precision = MixedPrecisionPolicy(param_dtype=config.compute_dtype, reduce_dtype=reduce_dtype)
+    offload = (
+        CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+        if config.fsdp_cpu_offload
+        else OffloadPolicy()
+    )
+    shard = functools.partial(
+        fully_shard,
+        mesh=mesh,
+        mp_policy=precision,
+        offload_policy=offload,
+        reshard_after_forward=not config.fsdp_no_reshard_after_forward,
+    )
+    for name in unit_names:
+        shard(model.get_submodule(name))
+    for _, tower in towers(model):
+        shard(tower)
+    # The root holds scale and bias alone. They stay whole and fp32 on every rank: see docs/design.md, 8.
+    fully_shard(
+        model,
+        mesh=mesh,
+        mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False),
+        offload_policy=offload,
+        ignored_params=_scalars(model),
+    )
+
+
+def _materialize(model: nn.Module, device: torch.device) -> None:
+    model._apply(
+        lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+    )
+
+
+@torch.no_grad()
+def _send_weights(model: DualEncoder, source: DualEncoder | None, processes: Processes) -> None:
+    """Fill parameters and buffers (also those outside the state dict) from rank 0, a tensor at a time."""
+    whole = {} if source is None else {**dict(source.named_parameters()), **dict(source.named_buffers())}
+    targets = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name, target in targets.items():
+        value = (
+            whole[name].to(processes.device)
+            if whole
+            else torch.empty(target.shape, dtype=target.dtype, device=processes.device)
+        )
+        if processes.world_size > 1:
+            dist.broadcast(value.contiguous(), src=0)
+        if isinstance(target, DTensor):
+            part = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
+            target.to_local().copy_(part.to_local())
+        else:
+            target.copy_(value)
+
+
+def _freeze_idle(model: DualEncoder, blank_text: Tensor) -> None:
+    """Freeze what no output depends on (an unused pooler, say): DDP would wait for its gradient."""
+    image_size = model.visual.image_size
+    size = image_size if isinstance(image_size, tuple) else (image_size, image_size)
+    blank_image = torch.zeros(1, 3, *size, device=blank_text.device)
+    rows = torch.zeros(1, dtype=torch.int64, device=blank_text.device)
+    pairs = (rows, rows) if hasattr(model, "text_decoder") else None
+    training = model.training
+    model.eval()
+    outputs = [out for out in model(blank_image, blank_text, caption_pairs=pairs) if out is not None]
+    model.train(training)
+    wanted = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    total = sum(out.float().sum() for out in outputs)
+    gradients = torch.autograd.grad(total, list(wanted.values()), allow_unused=True)  # type: ignore[arg-type]
+    idle = [name for name, gradient in zip(wanted, gradients, strict=True) if gradient is None]
+    for name in idle:
+        wanted[name].requires_grad_(False)
+    if idle:
+        log.warning("nothing depends on these parameters; they stay as they are: %s", ", ".join(idle))
+
+
+def _replicate(model: DualEncoder, processes: Processes) -> DistributedDataParallel:
+    return DistributedDataParallel(
+        model,
+        device_ids=[processes.device] if processes.device.type == "cuda" else None,
+        gradient_as_bucket_view=True,
+        # The weights have just come from rank 0.
+        init_sync=False,
+    )
