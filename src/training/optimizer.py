@@ -107,7 +107,7 @@ class ParameterPlan:
         if name in _SCALARS:
             return "scale"
         decay, lr_scale = self.parameters[name]
-        return ("decay" if decay else "no-decay") + ("" if lr_scale == 1 else f" x{lr_scale:.4g}")
+        return ("decay" if decay else "no-decay") + ("" if lr_scale == 1 else f" x{lr_scale:.6g}")
 
     def table(self) -> list[tuple[str, int, int]]:
         """(group, tensors, numbers) for each group, to print."""
@@ -118,11 +118,7 @@ class ParameterPlan:
 
     def listing(self) -> str:
         """Every group with all of its parameters, for the log file."""
-        return "\n".join(
-            line
-            for group, names in self.groups().items()
-            for line in (f"{group}:", *(f"  {n}" for n in names))
-        )
+        return "\n".join("\n  ".join([f"{group}:", *names]) for group, names in self.groups().items())
 
 
 _SCALARS = ("logit_scale", "logit_bias")
@@ -170,9 +166,9 @@ def _declared(model: nn.Module) -> set[str]:
     for path, module in model.named_modules():
         if callable(declares := getattr(module, "no_weight_decay", None)):
             globs = declares()
-            names = [name for name, _ in module.named_parameters()]
-            matched = (name for name in names if any(fnmatchcase(name, glob) for glob in globs))
-            declared |= {f"{path}.{name}" if path else name for name in matched}
+            for name, _ in module.named_parameters():
+                if any(fnmatchcase(name, glob) for glob in globs):
+                    declared.add(f"{path}.{name}")
     return declared
 
 
@@ -245,7 +241,7 @@ def _timm_optimizer(
 
     name = config.opt.removeprefix("timm/")
     if name not in list_optimizers():
-        raise UserError(f"--opt {config.opt}: timm has {', '.join(list_optimizers())}")
+        raise UserError(f"--opt {config.opt}: timm has " + ", ".join(map(str, list_optimizers())))
     arguments = {"lr": config.lr, "momentum": config.momentum, "eps": config.eps, **further}
     return create_optimizer_v2(groups, opt=name, weight_decay=0.0, filter_bias_and_bn=False, **arguments)
 
@@ -297,13 +293,17 @@ def _gradients(parameters: Iterable[nn.Parameter]) -> Iterator[Tensor]:
     return (p.grad for p in parameters if p.grad is not None)
 
 
-@torch.no_grad()
 def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
-    """Scale the gradients in place so that their `norm` ([], from `gradient_norm`) is at most `max_norm`."""
+    """Scale the gradients in place so that their global `norm` ([], from `gradient_norm`) is <= `max_norm`."""
+    scale_gradients(parameters, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor | float) -> None:
+    """Multiply the gradients in place by `factor`, which is the same on every rank."""
     by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
     for gradient in _gradients(parameters):
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
         by_device[local.device].append(local)
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for device, gradients in by_device.items():
-        torch._foreach_mul_(gradients, factor.to(device))
+        torch._foreach_mul_(gradients, factor.to(device) if isinstance(factor, Tensor) else factor)
