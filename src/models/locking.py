@@ -3,6 +3,7 @@
 A locked tower is that of locked-image tuning (LiT, https://arxiv.org/abs/2111.07991).
 """
 
+import re
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -153,7 +154,7 @@ def _row(label: str, parameters: list[nn.Parameter]) -> LockRow:
 
 
 def _label(names: list[str]) -> str:
-    """The first modules of a group: a path as deep as it takes to tell blocks apart."""
-    heads = dict.fromkeys(".".join(name.split(".")[:-1][:4]) or name for name in names)
-    first, *others = heads
+    """The first modules of a group; a block stands for all that is in it."""
+    modules = dict.fromkeys(re.sub(r"(\.\d+)\..*|\.(?:weight|bias)$", r"\1", name) for name in names)
+    first, *others = modules
     return f"{first} + {len(others)}" if others else first

@@ -86,8 +86,8 @@ def build_schedule(
     warmup = config.warmup * (first_global_batch or global_batch)
     if warmup > total_samples:
         raise UserError(
-            f"--warmup {config.warmup} steps are {warmup} samples, more than the {total_samples} of the whole "
-            "run: the learning rate would never reach --lr. Lower --warmup"
+            f"--warmup {config.warmup} steps are {warmup} samples, but the whole run is {total_samples}: "
+            "the learning rate would never reach --lr. Lower --warmup"
         )
     cooldown = 0
     if config.lr_scheduler == "const-cooldown":
@@ -96,8 +96,8 @@ def build_schedule(
         cooldown = round(config.epochs_cooldown * epoch_samples)
         if warmup + cooldown > total_samples:
             raise UserError(
-                f"warm-up ({warmup} samples) and cooldown ({cooldown}) are longer than the run ({total_samples}"
-                "): lower --warmup or --epochs-cooldown"
+                f"warm-up ({warmup} samples) and cooldown ({cooldown}) exceed the run ({total_samples}): "
+                "lower --warmup or --epochs-cooldown"
             )
     return Schedule(
         peak=config.lr,
