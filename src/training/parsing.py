@@ -16,6 +16,8 @@ from typing import Any, Generic, TypeVar, get_type_hints
 import tyro
 import yaml
 
+from shardclip.errors import UserError
+
 C = TypeVar("C")
 
 MARKERS = (tyro.conf.OmitArgPrefixes,)
@@ -54,7 +56,7 @@ class Setting:
 
 
 Rewrite = Callable[[Setting], "list[Setting] | str"]
-"""From a setting under a foreign name to those under ours that mean the same, or to the message that refuses it."""
+"""From a setting under a foreign name to those of ours that mean the same, or to a message that refuses it."""
 
 
 @dataclass(frozen=True)
@@ -109,26 +111,33 @@ def parse(
     known = flags(cls)
     settings, problems = _read_argv(argv)
     for file in reversed(list(files)):
-        from_file, wrong = _read_yaml(file, known, {flag.concern for flag in known.values()})
+        from_file, wrong = _read_yaml(file, known)
         settings, problems = from_file + settings, wrong + problems
     chosen: dict[str, Setting] = {}
     for setting in settings:
-        own = setting.name.removeprefix("no-") if _is_negation(setting.name, known) else setting.name
-        answer = [setting] if own in known else rewrite(setting)
+        answer = [setting] if _own_name(setting, known) else rewrite(setting)
         if isinstance(answer, str):
             problems.append(f"{setting.source}: {answer}")
             continue
         for item in answer:
-            key = item.name.removeprefix("no-") if _is_negation(item.name, known) else item.name
-            if key in known:
-                chosen[key] = item
+            if name := _own_name(item, known):
+                chosen[name] = item
             else:
-                problems.append(f"{item.source}: no such setting{_nearest(key, [*known, *foreign])}")
-    return _through_tyro(cls, prog, list(chosen.values()), known, problems)
+                problems.append(f"{item.source}: no such setting{_nearest(item.name, [*known, *foreign])}")
+    concerns: dict[str, Any] = {}
+    for concern, owner in get_type_hints(cls).items():
+        mine = [setting for name, setting in chosen.items() if known[name].concern == concern]
+        concerns[concern], wrong = _concern(owner, mine)
+        problems += wrong
+    return Parsed(cls(**concerns), problems)
 
 
-def _is_negation(name: str, known: dict[str, Flag]) -> bool:
-    return name not in known and known.get(name.removeprefix("no-"), Flag("", "", None)).hint is bool
+def _own_name(setting: Setting, known: dict[str, Flag]) -> str | None:
+    """The flag that a setting is for, also in its negated form; None if there is no such flag."""
+    if setting.name in known:
+        return setting.name
+    positive = setting.name.removeprefix("no-")
+    return positive if positive in known and known[positive].hint is bool else None
 
 
 def _nearest(name: str, names: Iterable[str]) -> str:
@@ -154,7 +163,7 @@ def _read_argv(argv: Sequence[str]) -> tuple[list[Setting], list[str]]:
     return settings, problems
 
 
-def _read_yaml(file: Path, known: dict[str, Flag], concerns: set[str]) -> tuple[list[Setting], list[str]]:
+def _read_yaml(file: Path, known: dict[str, Flag]) -> tuple[list[Setting], list[str]]:
     """The settings of a YAML file: `name: value` at the top, or below the name of a concern."""
     try:
         loader = yaml.SafeLoader(file.read_text(encoding="utf-8"))
@@ -167,6 +176,7 @@ def _read_yaml(file: Path, known: dict[str, Flag], concerns: set[str]) -> tuple[
         return [], []
     if not isinstance(node, yaml.MappingNode):
         return [], [f"{file}: must be a mapping of names to values"]
+    concerns = {flag.concern for flag in known.values()}
     settings: list[Setting] = []
     problems: list[str] = []
     pairs = list(node.value)
@@ -194,7 +204,7 @@ def _from_value(name: str, value: Any, hint: Any, source: str) -> Setting:
     if hint is bool:
         raise ValueError(f"must be true or false, not {value!r}")
     if isinstance(value, dict):
-        words = [str(word) for pair in value.items() for word in pair]
+        words = [f"{key}={item}" for key, item in value.items()]
     elif isinstance(value, list):
         words = [str(word) for word in value]
     else:
@@ -204,34 +214,28 @@ def _from_value(name: str, value: Any, hint: Any, source: str) -> Setting:
     return Setting(name, tuple(words), source)
 
 
-def _through_tyro(
-    cls: type[C], prog: str, settings: list[Setting], known: dict[str, Flag], problems: list[str]
-) -> Parsed[C]:
-    """All settings at once; if that fails each alone, so that every wrong one is named."""
+def _concern(owner: type[C], settings: list[Setting]) -> tuple[C, list[str]]:
+    """One concern from its settings; if some cannot be read each is tried alone, so that all are named."""
+    result = _attempt(owner, settings)
+    if not isinstance(result, str | UserError):
+        return result, []
+    alone = [(setting, _attempt(owner, [setting])) for setting in settings]
+    problems = [f"{setting.source}: {answer}" for setting, answer in alone if isinstance(answer, str)]
+    rest = _attempt(owner, [setting for setting, answer in alone if not isinstance(answer, str)])
+    return (owner(), [*problems, str(rest)]) if isinstance(rest, str | UserError) else (rest, problems)
 
-    def attempt(tried: list[Setting]) -> C | str:
-        complaint = io.StringIO()
-        words = [word for setting in tried for word in setting.argv()]
+
+def _attempt(owner: type[C], settings: list[Setting]) -> C | str | UserError:
+    """The concern, or what tyro says against a value, or what the concern itself refuses."""
+    complaint = io.StringIO()
+    words = [word for setting in settings for word in setting.argv()]
+    try:
         with contextlib.redirect_stderr(complaint):
-            try:
-                return tyro.cli(cls, args=words, prog=prog, config=MARKERS)
-            except SystemExit:
-                return _first_paragraph(complaint.getvalue())
-
-    result = attempt(settings)
-    if not isinstance(result, str):
-        return Parsed(result, problems)
-    good, reasons = [], []
-    for setting in settings:
-        alone = attempt([setting])
-        if isinstance(alone, str):
-            reasons.append(f"{setting.source}: {alone}")
-        else:
-            good.append(setting)
-    rest = attempt(good)
-    if isinstance(rest, str):
-        return Parsed(cls(), [*problems, *reasons, rest])
-    return Parsed(rest, problems + reasons)
+            return tyro.cli(owner, args=words, prog="shardclip")
+    except SystemExit:
+        return _first_paragraph(complaint.getvalue())
+    except UserError as error:
+        return error
 
 
 def _first_paragraph(box: str) -> str:
