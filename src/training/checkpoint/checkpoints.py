@@ -1,0 +1,246 @@
+"""The checkpoints of a run: save, find, load."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import warnings
+from concurrent.futures import Future
+from datetime import timedelta
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from shardclip.errors import UserError
+from shardclip.training.checkpoint.config import CheckpointConfig, to_prune
+from shardclip.training.checkpoint.state import TrainState, load_targets, take_targets, to_plain, to_tensors
+from shardclip.training.checkpoint.storage import (
+    PublishingWriter,
+    SafeReader,
+    checkpoint_name,
+    fault,
+    published,
+    read_state,
+    samples_of,
+)
+
+_log = logging.getLogger(__name__)
+_PACKAGES = ("shardclip", "torch", "open_clip_torch", "timm", "transformers")
+T = TypeVar("T")
+
+
+class Ranks(Protocol):
+    """What is needed to know of the run's processes."""
+
+    @property
+    def rank(self) -> int:
+        """This process's number."""
+
+    @property
+    def world_size(self) -> int:
+        """How many processes there are."""
+
+
+class Checkpoints:
+    """Saves, finds and loads the checkpoints of one run. All methods are collective.
+
+    A save that fails (a full disk) is reported and training goes on with the previous checkpoint; a second
+    failure in a row is raised.
+    """
+
+    def __init__(self, folder: Path, config: CheckpointConfig, processes: Ranks) -> None:
+        self.folder, self.config = Path(folder), config
+        self.rank, self.world_size = processes.rank, processes.world_size
+        self._group = self._own_group()
+        self._stager = _stager()
+        self._in_flight: tuple[Future[Any], Path] | None = None
+        self._attempts = self._failures = 0
+        self._newest: int | None = None
+        if self.rank == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for stale in self.folder.glob("tmp-*"):
+                _log.info("%s was not finished: removed", stale)
+                shutil.rmtree(stale)
+        self._barrier()
+
+    def save(self, samples_seen: int, state: TrainState) -> None:
+        """Save the state as it is now. Returns once it is copied (`async_save`) or once it is published.
+
+        Nothing happens where the run's newest checkpoint is of just as many samples.
+
+        Raises:
+            UserError: this is the second save in a row that failed.
+        """
+        self.wait()
+        if samples_seen == self._newest:
+            return
+        final = self.folder / checkpoint_name(samples_seen)
+        self._attempts += 1
+        partial = self.folder / f"tmp-{final.name}-{self._attempts}"
+        described = to_plain(state) | {
+            "format": 1,
+            "samples_seen": samples_seen,
+            "world_size": self.world_size,
+            "versions": {package: version(package) for package in _PACKAGES},
+        }
+        writer = PublishingWriter(partial, final, described, self._prune)
+        future = dcp.async_save(
+            to_tensors(state, self.rank),
+            storage_writer=writer,
+            process_group=self._group,
+            async_stager=self._stager,
+            no_dist=self._group is None,
+        )
+        self._in_flight, self._newest = (future, partial), samples_seen
+        if not self.config.async_save:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for the save in flight, if there is one, and report its failure.
+
+        Raises:
+            UserError: it failed, and so did the one before it.
+        """
+        if self._in_flight is None:
+            return
+        (future, partial), self._in_flight = self._in_flight, None
+        try:
+            future.result()
+            self._failures = 0
+        except (Exception, CheckpointException) as error:
+            self._failures, self._newest = self._failures + 1, None
+            if self.rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+            message = (
+                f"the checkpoint {partial.name.removeprefix('tmp-')} could not be saved: {_reason(error)}"
+            )
+            if self._failures > 1:
+                raise UserError(f"{message}. The save before it failed too.") from error
+            _log.error("%s. The previous checkpoint is kept, training goes on.", message)
+
+    def close(self) -> None:
+        """Wait for the last save.
+
+        Raises:
+            UserError: it failed.
+        """
+        self.wait()
+        self._stager.close()
+        if self._failures:
+            raise UserError("the last checkpoint could not be saved (see above); the one before it is kept")
+
+    def latest(self) -> Path | None:
+        """The newest whole checkpoint of this run, the same on all ranks, or None.
+
+        A damaged one (sizes and checksums are compared) is named in a warning and passed over.
+        """
+        candidates = self._from_rank_0(published(self.folder) if self.rank == 0 else None)
+        for path in reversed(candidates):
+            found = self._first(fault(path, self.rank, self.world_size))
+            if found is None:
+                return path
+            if self.rank == 0:
+                _log.warning("%s is damaged (%s): falling back to the one before it", path, found)
+        return None
+
+    def to_resume(self) -> Path | None:
+        """The checkpoint that `--resume` asks for; None where it asks for none, or for the latest of none.
+
+        Raises:
+            UserError: the path is no whole checkpoint.
+        """
+        if self.config.resume is None:
+            return None
+        if self.config.resume == "latest":
+            return self.latest()
+        path = Path(self.config.resume)
+        found = self._first(fault(path, self.rank, self.world_size))
+        if found is not None:
+            raise UserError(f"--resume {path}: not a whole checkpoint ({found})")
+        return path
+
+    def load(self, path: Path, state: TrainState) -> None:
+        """Fill the state from a checkpoint, whatever engine and number of ranks it was saved under.
+
+        Raises:
+            UserError: it is of another model, or holds something that is not a tensor.
+        """
+        plain = read_state(path)
+        reader = SafeReader(path)
+        targets = load_targets(state, reader.read_metadata(), self.rank)
+        try:
+            dcp.load(targets, storage_reader=reader, process_group=self._group, no_dist=self._group is None)
+        except CheckpointException as error:
+            raise UserError(f"{path}: {_reason(error)}") from error
+        take_targets(state, targets, plain, self.rank)
+        if path.parent == self.folder:
+            self._newest = plain["samples_seen"]
+        later = [other.name for other in published(self.folder) if samples_of(other) > plain["samples_seen"]]
+        if later and self.rank == 0:
+            _log.warning("%s holds later checkpoints (%s), which stay", self.folder, ", ".join(later))
+
+    def _prune(self) -> None:
+        """On rank 0, once a checkpoint is published. Nothing here makes that save a failure."""
+        try:
+            for replaced in self.folder.glob("tmp-*-replaced"):
+                shutil.rmtree(replaced)
+            saved = [samples_of(path) for path in published(self.folder)]
+            for samples in to_prune(saved, self.config.keep_last, self.config.keep_every):
+                # Renamed first: a kill in the middle leaves no folder that looks like a whole checkpoint.
+                path = self.folder / checkpoint_name(samples)
+                shutil.rmtree(path.rename(path.with_name(f"tmp-{path.name}-pruned")))
+        except OSError as error:
+            _log.warning("an old checkpoint could not be removed: %s", error)
+
+    def _own_group(self) -> dist.ProcessGroup | None:
+        """A gloo group of its own: a save runs beside training, whose collectives must not be mixed with it."""
+        if dist.is_initialized():
+            return dist.new_group(backend="gloo", timeout=timedelta(hours=1))
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        return None
+
+    def _barrier(self) -> None:
+        if self._group is not None:
+            dist.barrier(self._group)
+
+    def _from_rank_0(self, value: Any) -> Any:
+        if self._group is None:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self._group)
+        return box[0]
+
+    def _first(self, value: T | None) -> T | None:
+        """The first value that is not None, over all ranks."""
+        values: list[T | None] = [value]
+        if self._group is not None:
+            values = [None] * self.world_size
+            dist.all_gather_object(values, value, group=self._group)
+        return next((found for found in values if found is not None), None)
+
+
+def _stager() -> DefaultStager:
+    """Copies to the CPU before `save` returns; its buffers are used again by the next save."""
+    on_gpu = torch.cuda.is_available()
+    return DefaultStager(
+        StagingOptions(
+            use_pinned_memory=on_gpu,
+            use_shared_memory=False,
+            use_async_staging=False,
+            use_non_blocking_copy=on_gpu,
+        )
+    )
+
+
+def _reason(error: BaseException) -> str:
+    """One line for a failed save or load: the first rank's own error, not the stack traces of all."""
+    if isinstance(error, CheckpointException) and error.failures:
+        rank, (cause, _) = sorted(error.failures.items())[0]
+        return f"rank {rank}: {type(cause).__name__}: {str(cause).splitlines()[0] if str(cause) else ''}"
+    return f"{type(error).__name__}: {error}"

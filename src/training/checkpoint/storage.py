@@ -1,0 +1,244 @@
+"""A checkpoint on disk: written aside, checked, published by one rename, and read without unpickling.
+
+    RUN/checkpoints/samples-000001280000/
+        __0_0.distcp ...   tensors, one file a process (torch.distributed.checkpoint)
+        .metadata          where each tensor lies (its index: written by DCP, read by `SafeReader`)
+        state.json         everything that is not a tensor
+        manifest.json      size and CRC-32 of each of these files
+
+A checkpoint is named by the samples seen, the clock of a run: steps and epochs change their length with the
+batch and the data, samples do not. A folder of that name is whole, because it is renamed from `tmp-*` last.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from shardclip.errors import UserError
+
+MANIFEST, STATE = "manifest.json", "state.json"
+_NAME = re.compile(r"samples-(\d{12})")
+
+
+def checkpoint_name(samples_seen: int) -> str:
+    """Folder name of the checkpoint taken after `samples_seen` samples; sorts by age."""
+    return f"samples-{samples_seen:012d}"
+
+
+def samples_of(path: Path) -> int:
+    """Samples seen by a checkpoint, from its folder's name."""
+    match = _NAME.fullmatch(path.name)
+    if match is None:
+        raise UserError(
+            f"{path}: not a checkpoint; its folder's name is not of the form samples-000000000000"
+        )
+    return int(match[1])
+
+
+def published(folder: Path) -> list[Path]:
+    """The checkpoints in a run's checkpoint folder, oldest first. Not checked: see `fault`."""
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir())
+
+
+@dataclass(frozen=True)
+class FileCheck:
+    """What a file must be: its size in bytes and its CRC-32."""
+
+    size: int
+    crc32: int
+
+    @staticmethod
+    def of(path: Path) -> FileCheck:
+        """Read a file and take both."""
+        size = crc = 0
+        with path.open("rb") as file:
+            while block := file.read(1 << 22):
+                size, crc = size + len(block), zlib.crc32(block, crc)
+        return FileCheck(size, crc)
+
+
+def fault(path: Path, part: int = 0, parts: int = 1) -> str | None:
+    """What is wrong with a checkpoint, or None: every file's size, and the content of one file in `parts`.
+
+    Several processes share the reading: each is given its `part` of `parts`.
+    """
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        for number, (name, check) in enumerate(sorted(manifest["files"].items())):
+            size = (path / name).stat().st_size
+            if size != check["size"]:
+                return f"{name} has {size} bytes instead of {check['size']}"
+            if number % parts == part and FileCheck.of(path / name).crc32 != check["crc32"]:
+                return f"the content of {name} has changed since it was written"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+class PublishingWriter(FileSystemWriter):
+    """DCP's writer, ending with checksums, a manifest and the rename that makes the checkpoint exist.
+
+    Both overridden methods run inside DCP's own agreement: an exception on one process fails the save on all.
+    """
+
+    def __init__(
+        self, partial: Path, final: Path, state: dict[str, Any], after_publish: Callable[[], None]
+    ) -> None:
+        super().__init__(partial, overwrite=False, sync_files=True)
+        self._partial, self._final, self._after_publish = partial, final, after_publish
+        self._state = json.dumps(state, indent=1)
+
+    def storage_meta(self) -> StorageMeta:
+        """Without the folder's path, which says nothing after the rename."""
+        return StorageMeta(save_id=self.save_id)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this process's tensors, and send the check of each file along with the results."""
+        results = super().write_data(plan, planner).wait()
+        for name in sorted({result.storage_data.relative_path for result in results}):
+            check = FileCheck.of(self._partial / name)
+            results.append(WriteResult(MetadataIndex(name), check.size, check))
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On rank 0, after all have written: index, state, manifest, rename."""
+        everything = [result for of_rank in results for result in of_rank]
+        checks = {r.index.fqn: r.storage_data for r in everything if isinstance(r.storage_data, FileCheck)}
+        super().finish(metadata, [[r for r in everything if not isinstance(r.storage_data, FileCheck)]])
+        write_durably(self._partial / STATE, self._state)
+        for name in (".metadata", STATE):
+            checks[name] = FileCheck.of(self._partial / name)
+        files = {name: vars(check) for name, check in sorted(checks.items())}
+        write_durably(self._partial / MANIFEST, json.dumps({"files": files}, indent=1))
+        publish(self._partial, self._final)
+        self._after_publish()
+
+
+def publish(partial: Path, final: Path) -> None:
+    """Give a finished folder its name. One of that name from an earlier life of the run is replaced whole."""
+    sync_folder(partial)
+    if final.exists():
+        retired = partial.with_name(f"{partial.name}-replaced")
+        os.rename(final, retired)
+    os.rename(partial, final)
+    sync_folder(final.parent)
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Write a file and wait until it is on the disk."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until a folder's entries are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """Reads DCP's index: its own five records, sizes and dtypes, nothing else."""
+
+    _ALLOWED = frozenset(
+        {
+            ("torch.distributed.checkpoint.metadata", "Metadata"),
+            ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
+            ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"),
+            ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
+            ("torch.distributed.checkpoint.metadata", "TensorProperties"),
+            ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
+            ("torch.distributed.checkpoint.metadata", "StorageMeta"),
+            ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+            ("torch.serialization", "_get_layout"),
+            ("torch", "Size"),
+        }
+    )
+    _DTYPES = frozenset(
+        {"float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"}
+    )
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in self._ALLOWED or (module == "torch" and name in self._DTYPES):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"object {module}.{name}")
+
+
+class SafeReader(FileSystemReader):
+    """DCP's reader for untrusted files: its index is read by an allow-list, and only tensors are loaded."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._index: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The index of the checkpoint.
+
+        Raises:
+            UserError: it is missing, or holds anything but tensors.
+        """
+        if self._index is None:
+            self._index = _read_index(Path(self.path))
+        return self._index
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read this process's tensors, each by `torch.load(weights_only=True)` (DCP's own way)."""
+        return super().read_data(plan, planner)
+
+
+def _read_index(path: Path) -> Metadata:
+    try:
+        with (path / ".metadata").open("rb") as file:
+            index = _IndexUnpickler(file).load()
+    except FileNotFoundError:
+        raise UserError(f"{path}: not a whole checkpoint (.metadata is missing)") from None
+    except pickle.UnpicklingError as error:
+        raise UserError(
+            f"{path}: refused, .metadata holds what no checkpoint of ours does: {error}"
+        ) from None
+    if not isinstance(index, Metadata):
+        raise UserError(f"{path}: refused, .metadata holds a {type(index).__name__}")
+    for key, kind in index.state_dict_metadata.items():
+        if not isinstance(kind, TensorStorageMetadata):
+            raise UserError(f"{path}: refused, entry {key!r} is not a tensor but a pickled object")
+    for place in index.storage_data.values():
+        if Path(place.relative_path).name != place.relative_path:
+            raise UserError(f"{path}: refused, it points outside its folder ({place.relative_path})")
+    return index
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """What a checkpoint holds besides tensors.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    try:
+        return json.loads((path / STATE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: not a whole checkpoint ({STATE}: {error})") from None
