@@ -1,0 +1,38 @@
+"""What an image tower wants to see, and the step from uint8 pictures to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+OPENAI_MEAN = (0.48145466, 0.4578275, 0.40821073)
+OPENAI_STD = (0.26862954, 0.26130258, 0.27577711)
+
+
+@dataclass(frozen=True)
+class ImageInput:
+    """The preprocessing that a model was, or will be, trained with (open_clip's `preprocess_cfg`)."""
+
+    size: tuple[int, int] = (224, 224)
+    """Height and width in pixels."""
+    mean: tuple[float, float, float] = OPENAI_MEAN
+    """Mean of each channel, of values in 0..1."""
+    std: tuple[float, float, float] = OPENAI_STD
+    """Standard deviation of each channel."""
+    interpolation: Literal["bicubic", "bilinear", "random"] = "bicubic"
+    """How pictures are resized."""
+    resize_mode: Literal["shortest", "longest", "squash"] = "shortest"
+    """What evaluation does with a picture of another shape: crop, pad or squash."""
+
+
+def normalise(images: Tensor, spec: ImageInput) -> Tensor:
+    """Pictures as the image tower wants them: [I, 3, H, W] uint8 -> [I, 3, H, W] float32, same device.
+
+    Equal bit for bit, on CPU, to torchvision's ToTensor and Normalize.
+    """
+    mean = torch.tensor(spec.mean, dtype=torch.float32, device=images.device).view(1, 3, 1, 1)
+    std = torch.tensor(spec.std, dtype=torch.float32, device=images.device).view(1, 3, 1, 1)
+    return images.float().div_(255).sub_(mean).div_(std)

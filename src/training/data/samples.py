@@ -1,0 +1,162 @@
+"""From raw members to samples: which caption, what is left out and why, and the batch they make."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardclip.training.data.batch import Batch
+from shardclip.training.data.config import DataConfig, suffixes
+from shardclip.training.data.decode import Decoder, Pixels, Undecodable
+from shardclip.training.data.order import generator
+from shardclip.training.data.sources import RawSample
+
+Tokenizer = Callable[[list[str]], Tensor]
+"""Captions -> [T, L] token ids."""
+
+
+class LeftOut(Exception):
+    """A sample that cannot be used; the message is the reason that is counted."""
+
+
+@dataclass
+class Sample:
+    """One sample on its way into a batch."""
+
+    key: str
+    pixels: Pixels | None
+    """[H, W, 3], None for a caption without a picture."""
+    captions: list[str]
+    """One in training, all that there are in evaluation, none for a picture without a caption."""
+
+
+class Captions:
+    """Reads the captions of a sample and draws one."""
+
+    def __init__(self, config: DataConfig) -> None:
+        self._fields = suffixes(config.json_text_key) if config.json_text_key else ()
+        self._weights = config.json_text_key_probs
+
+    def of(self, raw: RawSample) -> list[list[str]]:
+        """The captions of each field that holds any, in the order of the fields, empty ones left out.
+
+        Raises:
+            LeftOut: the text is not UTF-8, or the .json member is not valid.
+        """
+        content = raw.parts.get("json" if self._fields else "text")
+        if content is None:
+            return []
+        assert isinstance(content, bytes)
+        try:
+            text = content.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise LeftOut("caption is not UTF-8") from error
+        if not self._fields:
+            return [[text.strip()]] if text.strip() else []
+        try:
+            record = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise LeftOut(".json is not valid") from error
+        record = record if isinstance(record, dict) else {}
+        return [_texts(record.get(field)) for field in self._fields]
+
+    def draw(self, raw: RawSample, seed: int) -> str | None:
+        """One caption, chosen by `seed`: the field first (by priority or weight), then one of its list."""
+        fields = self.of(raw)
+        weights = self._weights or [1.0] * len(fields)
+        filled = [(texts, weight) for texts, weight in zip(fields, weights, strict=False) if texts and weight]
+        if not filled:
+            return None
+        chance = np.random.Generator(np.random.PCG64(seed))
+        chosen = 0
+        if self._weights is not None and len(filled) > 1:
+            shares = np.array([weight for _, weight in filled])
+            chosen = int(chance.choice(len(filled), p=shares / shares.sum()))
+        texts = filled[chosen][0]
+        return texts[0] if len(texts) == 1 else texts[int(chance.integers(len(texts)))]
+
+
+def _texts(value: Any) -> list[str]:
+    """The captions in a .json field: a string or a list of them; anything else holds none."""
+    values = value if isinstance(value, list) else [value]
+    return [text.strip() for text in values if isinstance(text, str) and text.strip()]
+
+
+class SampleMaker:
+    """Makes samples of raw ones: decodes the picture, chooses the caption, says why one is left out."""
+
+    def __init__(self, config: DataConfig, decoder: Decoder, all_captions: bool = False) -> None:
+        self._captions = Captions(config)
+        self._decoder = decoder
+        self._all_captions = all_captions
+        self._keep_unpaired = config.unpaired == "negatives"
+
+    def make(self, raw: RawSample, *place: int) -> Sample:
+        """The sample; its random choices are a function of `place` (seed, stream, place in the stream).
+
+        Raises:
+            LeftOut: it cannot be used.
+        """
+        if raw.problem is not None:
+            raise LeftOut(raw.problem)
+        seed = int(generator(*place).integers(2**62)) if place else 0
+        captions = self._chosen(raw, seed)
+        content = raw.parts.get("image")
+        if content is None and (not captions or not self._keep_unpaired):
+            raise LeftOut("no image" if captions else "neither image nor caption")
+        if not captions and not self._keep_unpaired:
+            empty = {"text", "json"} & set(raw.parts)
+            raise LeftOut("empty caption" if empty else "no caption")
+        try:
+            pixels = None if content is None else self._decoder(content, seed)
+        except Undecodable as error:
+            raise LeftOut(str(error)) from error
+        return Sample(raw.key, pixels, captions)
+
+    def _chosen(self, raw: RawSample, seed: int) -> list[str]:
+        if self._all_captions:
+            return [text for texts in self._captions.of(raw) for text in texts]
+        caption = self._captions.draw(raw, seed)
+        return [] if caption is None else [caption]
+
+
+def caption_id(caption: str) -> int:
+    """A hash of a caption, 0 or more, that is the same in every process."""
+    digest = hashlib.blake2b(caption.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def collate(
+    samples: list[Sample],
+    tokenize: Tokenizer,
+    size: tuple[int, int],
+    state: dict[str, Any],
+    skipped: Counter[str],
+) -> Batch:
+    """The batch of some samples, in their order."""
+    pictures = [(row, sample.pixels) for row, sample in enumerate(samples) if sample.pixels is not None]
+    images = torch.empty(len(pictures), 3, *size, dtype=torch.uint8)
+    for image, (_, pixels) in zip(images.numpy(), pictures, strict=True):
+        image[...] = pixels.transpose(2, 0, 1)
+    texts = [(row, caption) for row, sample in enumerate(samples) for caption in sample.captions]
+    # a tokenizer knows its width only from a text: an empty batch of texts is a slice of one
+    tokens = tokenize([caption for _, caption in texts] or [""])[: len(texts)]
+    ids = [caption_id(sample.captions[0]) if sample.captions else -1 for sample in samples]
+    return Batch(
+        images=images,
+        texts=tokens.long(),
+        image_sample=torch.tensor([row for row, _ in pictures], dtype=torch.int64),
+        text_sample=torch.tensor([row for row, _ in texts], dtype=torch.int64),
+        caption_id=torch.tensor(ids, dtype=torch.int64),
+        keys=[sample.key for sample in samples],
+        state=state,
+        skipped=dict(skipped),
+    )

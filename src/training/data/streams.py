@@ -1,0 +1,157 @@
+"""One stream of a run over sources that can be read in any order: seeks, never ends, resumes from integers."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardclip.training.data.order import BLOCK, Position, Runs, block_order, epoch_runs, share
+from shardclip.training.data.sources import RawSample, Source
+
+Integers = NDArray[np.int64]
+
+
+class Stream(Protocol):
+    """An endless sequence of raw samples."""
+
+    number: int
+    """0 .. S-1."""
+
+    def take(self) -> tuple[RawSample, int]:
+        """The next sample and its place in the stream."""
+
+    def position(self) -> list[int]:
+        """Where the stream stands after the sample last taken."""
+
+
+@dataclass
+class EpochPlan:
+    """The order of one epoch: its runs and where each ends in the epoch's sequence of samples."""
+
+    source: Integers
+    run: Integers
+    ends: Integers
+    samples: int
+
+
+@dataclass
+class SeekingData:
+    """All sources of a run, and the order in which they are met."""
+
+    sources: list[Source]
+    factors: list[float]
+    seed: int
+    resampled: bool = False
+    _runs: list[Runs] = field(default_factory=list)
+    _plans: OrderedDict[int, EpochPlan] = field(default_factory=OrderedDict)
+
+    def __post_init__(self) -> None:
+        self._runs = [Runs.cut(source.shard_samples, source.grain) for source in self.sources]
+
+    @property
+    def samples(self) -> int:
+        """Samples of the first epoch (of every epoch, where the factors are whole numbers)."""
+        return self.plan(0).samples
+
+    @property
+    def distinct(self) -> int:
+        """Samples that there are."""
+        return sum(int(source.shard_samples.sum()) for source in self.sources)
+
+    def fingerprint(self) -> list[int]:
+        """What must not change under a run that is resumed: numbers of samples, shards and runs."""
+        return [
+            value
+            for source, runs in zip(self.sources, self._runs, strict=True)
+            for value in (int(source.shard_samples.sum()), len(source.shard_samples), len(runs.shard))
+        ]
+
+    def plan(self, epoch: int) -> EpochPlan:
+        """The order of an epoch (the last few are kept: streams need not stand in the same one)."""
+        if epoch not in self._plans:
+            counts = [len(runs.shard) for runs in self._runs]
+            source, run = epoch_runs(counts, self.factors, self.seed, epoch, self.resampled)
+            samples = np.zeros(len(source), dtype=np.int64)
+            for number, runs in enumerate(self._runs):
+                samples[source == number] = runs.samples[run[source == number]]
+            ends = np.cumsum(samples)
+            self._plans[epoch] = EpochPlan(source, run, ends, int(ends[-1]) if len(ends) else 0)
+            while len(self._plans) > 2:
+                self._plans.popitem(last=False)
+        return self._plans[epoch]
+
+    def entries(self, plan: EpochPlan, start: int, stop: int) -> list[tuple[Source, object]]:
+        """What lies at the places [start, stop) of an epoch's sequence, in order."""
+        first, last = np.searchsorted(plan.ends, [start, stop - 1], side="right")
+        pieces: dict[tuple[int, int], list[tuple[int, Integers]]] = {}
+        for row in range(int(first), int(last) + 1):
+            source, run = int(plan.source[row]), int(plan.run[row])
+            runs = self._runs[source]
+            begin = int(plan.ends[row]) - int(runs.samples[run])
+            low, high = max(start, begin), min(stop, int(plan.ends[row]))
+            numbers = np.arange(low - begin, high - begin) + runs.first[run]
+            pieces.setdefault((source, int(runs.shard[run])), []).append((low - start, numbers))
+        found: list[tuple[Source, object] | None] = [None] * (stop - start)
+        for (number, shard), parts in pieces.items():
+            source_ = self.sources[number]
+            located = iter(source_.locate(shard, np.concatenate([numbers for _, numbers in parts])))
+            for place, numbers in parts:
+                for offset in range(len(numbers)):
+                    found[place + offset] = (source_, next(located))
+        return [entry for entry in found if entry is not None]
+
+
+class SeekingStream:
+    """One of the S streams that `data` is cut into."""
+
+    def __init__(
+        self,
+        data: SeekingData,
+        number: int,
+        streams: int,
+        position: list[int] | None = None,
+    ) -> None:
+        self.number = number
+        self._data = data
+        self._streams = streams
+        self._at = Position(*position) if position else Position()
+        self._block: tuple[int, int] | None = None
+        self._entries: list[tuple[Source, object]] = []
+
+    def position(self) -> list[int]:
+        """Epoch, samples before it, samples of its share taken, place in the stream."""
+        return self._at.integers()
+
+    def take(self) -> tuple[RawSample, int]:
+        """The next sample and its place in the stream."""
+        start, stop = self._share()
+        at = self._at
+        block, within = divmod(at.taken, BLOCK)
+        if self._block != (at.epoch, block):
+            self._load_block(block, start, stop)
+        source, entry = self._entries[within]
+        raw = source.fetch(entry)
+        self._at = replace(at, taken=at.taken + 1, place=at.place + 1)
+        return raw, at.place
+
+    def _share(self) -> tuple[int, int]:
+        """This stream's interval of the epoch, after going on to the next epoch if this one is at its end."""
+        while True:
+            at = self._at
+            samples = self._data.plan(at.epoch).samples
+            start, stop = share(samples, at.before, self.number, self._streams)
+            if at.taken < stop - start:
+                return start, stop
+            self._at = Position(at.epoch + 1, at.before + samples, 0, at.place)
+
+    def _load_block(self, block: int, start: int, stop: int) -> None:
+        low = start + block * BLOCK
+        high = min(low + BLOCK, stop)
+        entries = self._data.entries(self._data.plan(self._at.epoch), low, high)
+        order = block_order(high - low, self._data.seed, self.number, self._at.epoch, block)
+        self._entries = [entries[place] for place in order]
+        self._block = (self._at.epoch, block)
