@@ -9,7 +9,15 @@ from typing import Any
 import yaml
 
 from shardclip.errors import UserError
+from shardclip.models.factory import ModelConfig
+from shardclip.models.locking import LockConfig
 from shardclip.training import compatibility, parsing
+from shardclip.training.checkpoint.config import CheckpointConfig
+from shardclip.training.data.config import DataConfig
+from shardclip.training.distributed import DistributedConfig
+from shardclip.training.objective import ObjectiveConfig
+from shardclip.training.optimizer import OptimizerConfig
+from shardclip.training.parallel import ParallelConfig
 from shardclip.training.tracking import TrackingConfig
 
 
@@ -29,6 +37,8 @@ class RunConfig:
     """Micro-batches per step: the contrastive loss sees all of them as one batch."""
     seed: int = 0
     """Seed of initial weights, data order, dropout and augmentation."""
+    max_skipped_steps: int = 10
+    """Stop after so many steps in a row whose gradient was not finite."""
     dry_run: bool = False
     """Check the settings, print the plan, read one batch, and take one step at tiny size."""
 
@@ -38,6 +48,14 @@ class TrainConfig:
     """Everything that `shardclip train` can be told."""
 
     run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lock: LockConfig = field(default_factory=LockConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
 

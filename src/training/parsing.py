@@ -227,6 +227,8 @@ def _concern(owner: type[C], settings: list[Setting]) -> tuple[C, list[str]]:
 
 def _attempt(owner: type[C], settings: list[Setting]) -> C | str | UserError:
     """The concern, or what tyro says against a value, or what the concern itself refuses."""
+    if not settings:
+        return owner()
     complaint = io.StringIO()
     words = [word for setting in settings for word in setting.argv()]
     try:

@@ -1,13 +1,14 @@
 """The one object that a loop tells its numbers to.
 
-with Tracker(config, run_folder, processes, total_samples=...) as tracker:
+with Tracker(config, run_folder, processes) as tracker:
+    tracker.begin(total_samples, epoch_samples)
     tracker.step({"loss": 2.3, "samples_per_second": 5000.0, ...}, samples_seen=4096, step=1)
     tracker.evaluation({"imagenet-zeroshot-val-top1": 0.41}, samples_seen=4096, step=1)
 """
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -65,38 +66,36 @@ class Tracker:
         config: TrackingConfig,
         run_folder: Path,
         processes: "Processes",
-        total_samples: int,
-        epoch_samples: int | None = None,
         settings: Mapping[str, Any] | None = None,
-        rank_names: Sequence[str] | None = None,
     ) -> None:
-        """Open the files.
+        """Open the files. Every rank calls this; messages may follow at once, numbers after `begin`.
 
         Args:
             config: what to write.
             run_folder: folder of the run; made if it is not there.
-            processes: who this process is.
-            total_samples: samples of the whole run.
-            epoch_samples: samples of an epoch; the whole run if not given.
-            settings: the run's configuration, for W&B.
-            rank_names: what to call each rank in "Slowest: ..."; `rank N` if not given.
+            processes: the ranks.
+            settings: the run's configuration, for W&B and trackio.
         """
         self.config = config
         self.folder = run_folder
         self._primary = processes.is_primary
-        self._total = total_samples
-        self._per_epoch = epoch_samples or total_samples
-        self._rank_names = rank_names
+        self._total = self._per_epoch = 1
         self._averages: dict[str, tuple[float, int]] = {}
         self._broken: set[str] = set()
         run_folder.mkdir(parents=True, exist_ok=True)
         self._handlers = self._log_handlers(processes.rank)
+        self._rank_names = _rank_names(processes.all_gather_object(processes.host))
         self._sinks: dict[str, Sink] = {}
         self._bar: Bar | None = None
         if self._primary:
             self._sinks = open_sinks(
                 config.report_to, run_folder, config.wandb_project_name, config.wandb_notes, settings or {}
             )
+
+    def begin(self, total_samples: int, epoch_samples: int) -> None:
+        """Say how long the run and an epoch are, in samples; the bar appears."""
+        self._total, self._per_epoch = total_samples, epoch_samples
+        if self._primary and self._bar is None:
             self._bar = Bar(total_samples, self._console)
 
     def _log_handlers(self, rank: int) -> list[logging.Handler]:
@@ -212,10 +211,7 @@ class Tracker:
         return average
 
     def _slowest(self, metrics: Mapping[str, float]) -> str | None:
-        if "slowest_rank" not in metrics:
-            return None
-        rank = int(metrics["slowest_rank"])
-        return self._rank_names[rank] if self._rank_names is not None else f"rank {rank}"
+        return self._rank_names[int(metrics["slowest_rank"])] if "slowest_rank" in metrics else None
 
     def _send(self, kind: str, values: Mapping[str, Any], step: int, samples_seen: int) -> None:
         for name, sink in self._sinks.items():
@@ -228,3 +224,9 @@ class Tracker:
             if name not in self._broken:
                 self._broken.add(name)
                 _log.warning(f"{name} failed and may lack numbers from here on: {error!r}")
+
+
+def _rank_names(hosts: list[str]) -> list[str]:
+    """What to call each rank: its host is told where there are several."""
+    several = len(set(hosts)) > 1
+    return [f"rank {rank} on {host}" if several else f"rank {rank}" for rank, host in enumerate(hosts)]
