@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import json
 import logging
+import math
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -98,14 +99,21 @@ class ModelSpec:
         )
 
 
-def resolve(config: ModelConfig) -> ModelSpec:
+def resolve(config: ModelConfig, *, sigmoid: bool = False) -> ModelSpec:
     """The architecture that the flags ask for.
+
+    Args:
+        config: the flags.
+        sigmoid: give the model the scale and the bias that the sigmoid loss starts from (SigLIP,
+            https://arxiv.org/abs/2303.15343, 3.2: 10 and -10).
 
     Raises:
         UserError: the name is unknown, or the configuration cannot be read.
     """
     name, model_cfg, preprocess_cfg = _read_architecture(config)
     vision_cfg, text_cfg = model_cfg["vision_cfg"], model_cfg["text_cfg"]
+    if sigmoid:
+        model_cfg |= {"init_logit_scale": math.log(10.0), "init_logit_bias": -10.0}
     if config.force_quick_gelu:
         model_cfg["quick_gelu"] = True
     if config.force_patch_dropout is not None:

@@ -1,0 +1,165 @@
+"""The training loop: steps until the samples are seen, with evaluation and saving on the way."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from shardclip.errors import UserError
+from shardclip.training.config import TrainConfig
+from shardclip.training.data.batch import Batch
+from shardclip.training.data.loader import merge_states
+from shardclip.training.distributed import Processes
+from shardclip.training.evaluation.run import evaluate
+from shardclip.training.failure import EXIT_REQUEUE
+from shardclip.training.start import Run, run_folder, start_run
+from shardclip.training.step import SCALE_BOUNDS, StepResult
+from shardclip.training.throughput import Meter, peak_flops, peak_memory_bytes
+from shardclip.training.tracking import Tracker
+
+log = logging.getLogger(__name__)
+
+
+def train(config: TrainConfig, processes: Processes) -> int:
+    """Train as `config` says; every rank calls this. Returns the exit code: 0, or 85 when asked to stop.
+
+    Raises:
+        UserError: something that the user can put right.
+    """
+    folder = run_folder(config, processes)
+    with Tracker(config.tracking, folder, processes) as tracker:
+        run = start_run(config, folder, processes)
+        tracker.begin(run.length.samples, run.length.samples_per_epoch)
+        try:
+            return _Loop(run, tracker).train()
+        finally:
+            run.loader.close()
+
+
+class _Loop:
+    """The run's clock and its appointments."""
+
+    def __init__(self, run: Run, tracker: Tracker) -> None:
+        self.run, self.tracker = run, tracker
+        self.meter = Meter()
+        self.skipped_in_a_row = 0
+        self.peak = peak_flops(run.processes.device, run.engine.compute_dtype)
+
+    @property
+    def progress(self) -> dict:
+        return self.run.state.progress
+
+    def train(self) -> int:
+        batches = iter(self.run.loader)
+        stopping = False
+        while self.progress["steps"] < self.run.length.steps and not stopping:
+            with self.meter.timing("data"):
+                batch = next(batches)
+            with self.meter.timing("step"):
+                lr = self.run.schedule.apply(self.run.step.optimizer, self.progress["samples"])
+                result = self.run.step(batch)
+            self._advance(batch, result)
+            self._track(result, lr)
+            self._evaluate_if_due(result.totals.samples)
+            stopping = result.totals.stop
+            self._save_if_due(result.totals.samples, stopping)
+        self.run.checkpoints.wait()
+        return EXIT_REQUEUE if stopping else 0
+
+    def _advance(self, batch: Batch, result: StepResult) -> None:
+        self.progress["samples"] += result.totals.samples
+        self.progress["steps"] += 1
+        self.progress["data"] = batch.state
+        self.meter.samples += result.totals.samples
+        self.meter.steps += 1
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
+        if result.skipped:
+            self._report_skip(result)
+
+    def _report_skip(self, result: StepResult) -> None:
+        culprits = self.run.processes.all_gather_object(result.culprits)
+        named = [f"rank {rank}: {', '.join(keys[:8])}" for rank, keys in enumerate(culprits) if keys]
+        text = f"step {self.progress['steps']}: the gradient is not finite, nothing was updated"
+        self.tracker.warning(
+            text + (f"; samples with features that are not finite: {'; '.join(named)}" if named else "")
+        )
+        if self.skipped_in_a_row >= self.run.config.run.max_skipped_steps:
+            raise UserError(
+                f"{self.skipped_in_a_row} steps in a row had a gradient that is not finite "
+                "(--max-skipped-steps); the last checkpoint is whole. Lower --lr, look at the samples named "
+                "above, or train with --precision fp32"
+            )
+
+    def _track(self, result: StepResult, lr: float) -> None:
+        step, samples = self.progress["steps"], self.progress["samples"]
+        if not (self.tracker.wants(step) or step == self.run.length.steps):
+            self.tracker.advance(samples)
+            return
+        metrics = {name: float(value) for name, value in result.losses.items()}
+        metrics |= {
+            "lr": lr,
+            "logit_scale": float(result.logit_scale),
+            "logit_scale_bound": float(torch.tensor(SCALE_BOUNDS[1]).exp()),
+            "grad_norm": result.gradient_norm,
+            "duplicate_rate": float(result.duplicate_rate),
+            "peak_memory_bytes": float(peak_memory_bytes(self.run.processes.device)),
+        }
+        if result.logit_bias is not None:
+            metrics["logit_bias"] = float(result.logit_bias)
+        metrics |= self._rates()
+        self.tracker.step(metrics, samples, step)
+
+    def _rates(self) -> dict[str, float]:
+        processes = self.run.processes
+        own = self.meter.seconds["step"] / max(self.meter.steps, 1)
+        rates = self.meter.read(processes.world_size)
+        if self.peak is not None and self.run.flops_per_sample is not None:
+            per_rank = rates["samples_per_second_per_gpu"]
+            rates["mfu"] = 3 * self.run.flops_per_sample * per_rank / self.peak
+        if processes.is_distributed:
+            seconds = processes.all_gather_object(own)
+            slowest = max(range(len(seconds)), key=seconds.__getitem__)
+            median = sorted(seconds)[len(seconds) // 2]
+            rates |= {"slowest_rank": slowest, "step_time_spread": seconds[slowest] / max(median, 1e-9) - 1}
+        return rates
+
+    def _evaluate_if_due(self, step_samples: int) -> None:
+        config = self.run.config.evaluation
+        every = [self._epochs(config.val_frequency), config.eval_every]
+        if self._is_due(step_samples, every) or self.progress["steps"] == self.run.length.steps:
+            self._evaluate()
+            self.meter.pause()
+
+    def _evaluate(self) -> None:
+        run = self.run
+        run.processes.position.at("evaluate", self.progress["steps"])
+        results = evaluate(
+            run.engine.module,
+            run.config.evaluation,
+            run.config.data,
+            run.image_input,
+            run.tokenize,
+            processes=run.processes,
+        )
+        for result in results:
+            self.tracker.evaluation(result, self.progress["samples"], self.progress["steps"])
+
+    def _save_if_due(self, step_samples: int, stopping: bool) -> None:
+        config = self.run.config.checkpoint.resolved(self.run.length.samples_per_epoch)
+        last = self.progress["steps"] == self.run.length.steps
+        every = [self._epochs(config.save_frequency), config.save_every]
+        if not (self._is_due(step_samples, every) or last or stopping):
+            return
+        state = self.run.state
+        position = self.progress["data"]
+        state.progress["data"] = merge_states(self.run.processes.all_gather_object(position))
+        self.run.checkpoints.save(self.progress["samples"], state)
+
+    def _epochs(self, count: int | None) -> int | None:
+        return count * self.run.length.samples_per_epoch if count else None
+
+    def _is_due(self, step_samples: int, every: list[int | None]) -> bool:
+        """Whether this step crossed a multiple of one of the intervals (in samples)."""
+        now = self.progress["samples"]
+        return any(now // interval > (now - step_samples) // interval for interval in every if interval)

@@ -1,0 +1,226 @@
+"""From the settings to everything that a run consists of: built in order, each phase with its seconds."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardclip.errors import UserError
+from shardclip.models import factory
+from shardclip.models.dual_encoder import DualEncoder
+from shardclip.models.factory import ModelSpec
+from shardclip.models.locking import lock, trainable_table
+from shardclip.training import config as configuration
+from shardclip.training.checkpoint import Checkpoints, TrainState
+from shardclip.training.config import TrainConfig
+from shardclip.training.data.image_input import ImageInput, normalise
+from shardclip.training.data.loader import TrainLoader, train_loader
+from shardclip.training.distributed import Processes
+from shardclip.training.objective import Objective
+from shardclip.training.optimizer import build_optimizer, plan_parameters
+from shardclip.training.parallel import Engine, parallelize
+from shardclip.training.schedule import Schedule, build_schedule
+from shardclip.training.step import LossScale, TrainingStep
+from shardclip.training.throughput import forward_flops
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Run:
+    """What the loop works with."""
+
+    config: TrainConfig
+    processes: Processes
+    folder: Path
+    spec: ModelSpec
+    image_input: ImageInput
+    tokenize: Callable[[list[str]], Tensor]
+    engine: Engine
+    step: TrainingStep
+    schedule: Schedule
+    loader: TrainLoader
+    checkpoints: Checkpoints
+    state: TrainState
+    length: Length
+    flops_per_sample: int | None
+    """Of the forward pass of one pair."""
+
+
+@dataclass(frozen=True)
+class Length:
+    """How long a run is, rounded once to whole steps."""
+
+    samples_per_epoch: int
+    epochs: int
+    global_batch: int
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the whole run: the last one is whole, so the run may see a few samples more."""
+        return -(-self.samples_per_epoch * self.epochs // self.global_batch)
+
+    @property
+    def samples(self) -> int:
+        """Samples of the whole run."""
+        return self.steps * self.global_batch
+
+    def __str__(self) -> str:
+        asked = self.samples_per_epoch * self.epochs
+        more = self.samples - asked
+        return (
+            f"{self.epochs} epochs of {self.samples_per_epoch:,} samples are {asked:,}; "
+            f"{self.steps:,} steps of {self.global_batch:,} are {self.samples:,} ({more:,} more)"
+        )
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Log how long a phase of the start takes."""
+    began = time.perf_counter()
+    yield
+    log.info("%-12s %6.1f s", name, time.perf_counter() - began)
+
+
+def run_folder(config: TrainConfig, processes: Processes) -> Path:
+    """The run's folder, the same on all ranks, made if it is not there.
+
+    Raises:
+        UserError: it holds another run, and --resume was not given.
+    """
+    with processes.together("making the run's folder"):
+        name = config.run.name or _default_name(config, processes)
+        folder = Path(config.run.output_dir, name)
+        if processes.is_primary:
+            if (folder / "config.yaml").exists() and config.checkpoint.resume is None:
+                raise UserError(
+                    f"{folder} holds a run already: give another --name, or go on with it by --resume latest"
+                )
+            folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _default_name(config: TrainConfig, processes: Processes) -> str:
+    moment = processes.broadcast_object(time.strftime("%Y_%m_%d-%H_%M_%S"))
+    model = Path(config.model.model_config or config.model.model).stem.replace("/", "-")
+    parts = [
+        moment,
+        f"model_{model}",
+        f"lr_{config.optimizer.lr}",
+        f"b_{config.run.batch_size}",
+        f"p_{config.parallel.precision}",
+    ]
+    return "-".join(parts)
+
+
+def start_run(config: TrainConfig, folder: Path, processes: Processes) -> Run:
+    """Build the run and, when asked, take it up from a checkpoint.
+
+    Raises:
+        UserError: settings, data or weights cannot be used; on all ranks alike.
+    """
+    with phase("model"), processes.together("building the model"):
+        spec = factory.resolve(config.model, sigmoid=config.objective.siglip)
+        tokenize = factory.tokenizer(spec)
+        source = factory.build(spec, config.model, seed=config.run.seed) if processes.is_primary else None
+        model = factory.build_meta(spec)
+        lock(model, config.lock)
+        plan = plan_parameters(model, config.optimizer)
+        objective = Objective(config.objective, spec)
+    flops = forward_flops(model, _size(spec), tokenize([""]).shape[1])
+    if processes.is_primary:
+        _report(spec, model, plan, flops)
+    with phase("engine"), processes.together("laying the model over the processes"):
+        engine = parallelize(model, config.parallel, processes, source=source, blank_text=tokenize([""]))
+        del source
+        optimizer = build_optimizer(engine.module, plan, config.optimizer)
+    with phase("data"), processes.together("opening the training data"):
+        image_input = ImageInput.from_preprocess_cfg(spec.preprocess_cfg)
+        loader = train_loader(
+            config.data,
+            image_input,
+            tokenize,
+            batch_size=config.run.batch_size * config.run.accum_freq,
+            rank=processes.rank,
+            world_size=processes.world_size,
+            seed=config.run.seed,
+            pin_memory=processes.device.type == "cuda",
+        )
+        global_batch = config.run.batch_size * config.run.accum_freq * processes.world_size
+        length = Length(loader.samples_per_epoch, config.run.epochs, global_batch)
+        schedule = build_schedule(
+            config.optimizer,
+            total_samples=length.samples,
+            epoch_samples=length.samples_per_epoch,
+            global_batch=global_batch,
+        )
+    log.info("length: %s", length)
+    loss_scale = LossScale(2.0**16, dynamic=True) if engine.compute_dtype == torch.float16 else LossScale()
+    step = TrainingStep(
+        engine,
+        objective,
+        optimizer,
+        processes,
+        pixels=lambda images: normalise(images, image_input),
+        blank_text=tokenize([""]).to(processes.device),
+        blank_image=torch.zeros(1, 3, *image_input.size, dtype=torch.uint8, device=processes.device),
+        pad_id=factory.pad_id(spec),
+        accumulation=config.run.accum_freq,
+        max_norm=config.optimizer.grad_clip_norm,
+        loss_scale=loss_scale,
+    )
+    state = TrainState(engine.module, optimizer, scaler=loss_scale)
+    checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint, processes)
+    run = Run(
+        config, processes, folder, spec, image_input, tokenize, engine, step, schedule, loader, checkpoints,
+        state, length, flops,
+    )  # fmt: skip
+    torch.manual_seed(config.run.seed + processes.rank)
+    with phase("resume"):
+        _resume(run)
+    if processes.is_primary:
+        configuration.save(config, folder / "config.yaml")
+        spec.save(folder / "model.json")
+    return run
+
+
+def _size(spec: ModelSpec) -> tuple[int, int]:
+    return ImageInput.from_preprocess_cfg(spec.preprocess_cfg).size
+
+
+def _report(spec: ModelSpec, model: DualEncoder, plan: Any, flops: int | None) -> None:
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    log.info(
+        "model %s: %s parameters, %s forward FLOPs a pair",
+        spec.name,
+        f"{parameters:,}",
+        "unknown" if flops is None else f"{flops:,}",
+    )
+    for row in trainable_table(model):
+        log.info("%s", row)
+    for name, tensors, numbers in plan.table():
+        log.info("parameters %-28s %6d tensors %15s numbers", name, tensors, f"{numbers:,}")
+    log.debug("every parameter's group:\n%s", plan.listing())
+
+
+def _resume(run: Run) -> None:
+    """Go on from the checkpoint that the settings name; a new run where `latest` finds none."""
+    run.state.progress.update(samples=0, steps=0)
+    wanted = run.config.checkpoint.resume
+    if wanted is None:
+        return
+    path = run.checkpoints.latest() if wanted == "latest" else Path(wanted)
+    if path is None:
+        log.info("--resume latest: no checkpoint in %s yet, so this is a new run", run.folder)
+        return
+    run.checkpoints.load(path, run.state)
+    run.loader.load_state_dict(run.state.progress["data"])
+    log.info("resumed %s: %s samples seen", path, f"{run.state.progress['samples']:,}")

@@ -1,0 +1,375 @@
+"""One optimizer step: encode, gather, loss, backward, clip, update.
+
+Whatever the ranks, the engine and the number of micro-batches, the gradient is that of one process on the
+whole batch. The loss is a function of features, so it is computed once per step; with several micro-batches
+the features are encoded twice, first without a graph (Gao et al. 2021, https://arxiv.org/abs/2101.06983).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardclip.models.dual_encoder import DualEncoder, Encoded
+from shardclip.models.losses.caption import caption_cross_entropy, count_targets
+from shardclip.models.losses.gather import duplicate_rate, gather
+from shardclip.training.data.batch import Batch
+from shardclip.training.distributed import Processes
+from shardclip.training.objective import Objective, Teacher
+from shardclip.training.optimizer import clean_name, gradient_norm, scale_gradients
+from shardclip.training.parallel import Engine
+
+SCALE_BOUNDS = (0.0, math.log(100.0))
+"""Bounds of the logarithm of the scale, as in the CLIP paper (https://arxiv.org/abs/2103.00020, 2.5)."""
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What the whole batch holds, over ranks and micro-batches: the same on every rank."""
+
+    samples: int
+    images: int
+    texts: int
+    target_tokens: int
+    stop: bool
+    """Whether any rank was asked to stop."""
+
+
+@dataclass
+class StepResult:
+    """What a step did, for the log; every figure is that of the whole batch."""
+
+    totals: Totals
+    losses: dict[str, Tensor]
+    gradient_norm: float
+    """Of the whole gradient, before clipping."""
+    logit_scale: Tensor
+    logit_bias: Tensor | None
+    duplicate_rate: Tensor
+    """Share of samples whose caption occurs more than once in the batch."""
+    skipped: bool = False
+    """True if the gradient was not finite: nothing was updated."""
+    culprits: list[str] = field(default_factory=list)
+    """Keys of this rank's samples if its features or its share of the gradient were not finite."""
+
+
+@dataclass
+class LossScale:
+    """The factor that keeps fp16 gradients above underflow; 1 and still for other precisions.
+
+    One factor and one decision for all ranks: they follow from the global gradient norm.
+    """
+
+    value: float = 1.0
+    dynamic: bool = False
+    growth_interval: int = 2000
+    good_steps: int = 0
+
+    def update(self, finite: bool) -> None:
+        """Halve after an overflow, double after `growth_interval` good steps."""
+        if not self.dynamic:
+            return
+        self.good_steps = self.good_steps + 1 if finite else 0
+        if not finite:
+            self.value /= 2
+        elif self.good_steps == self.growth_interval:
+            self.value, self.good_steps = self.value * 2, 0
+
+    def state_dict(self) -> dict[str, float]:
+        """Plain values for a checkpoint."""
+        return {"value": self.value, "good_steps": self.good_steps}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Take over what `state_dict` gave."""
+        self.value, self.good_steps = state["value"], int(state["good_steps"])
+
+
+@dataclass
+class TrainingStep:
+    """Everything a step needs; call it with a batch."""
+
+    engine: Engine
+    objective: Objective
+    optimizer: torch.optim.Optimizer
+    processes: Processes
+    pixels: Callable[[Tensor], Tensor]
+    """uint8 images [I, 3, H, W] to what the image tower wants."""
+    blank_text: Tensor
+    """Token ids [1, L] of an empty caption: stands in where a micro-batch has no text."""
+    blank_image: Tensor
+    """[1, 3, H, W] uint8: stands in where a micro-batch has no image."""
+    pad_id: int = 0
+    accumulation: int = 1
+    max_norm: float | None = None
+    loss_scale: LossScale = field(default_factory=LossScale)
+    teacher: DualEncoder | None = None
+
+    def __call__(self, batch: Batch) -> StepResult:
+        """Train on this rank's `batch`; all ranks call at the same time. The learning rate is set before."""
+        totals = self._agree(batch)
+        micro_batches = batch.to(self.processes.device).split(self.accumulation)
+        losses, rate = self._gradients(micro_batches, totals)
+        parameters = self._drop_unused(totals)
+        norm = float(gradient_norm(parameters)) / self.loss_scale.value
+        finite = math.isfinite(norm)
+        if finite:
+            clip = 1.0 if self.max_norm is None else min(1.0, self.max_norm / (norm + 1e-6))
+            if clip != 1.0 or self.loss_scale.value != 1.0:
+                scale_gradients(parameters, clip / self.loss_scale.value)
+            self.optimizer.step()
+        culprits = [] if finite else self._culprits(batch, parameters)
+        self.loss_scale.update(finite)
+        self.optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            scalars = self.engine.module(clamp_scale=SCALE_BOUNDS)
+        return StepResult(
+            totals,
+            losses,
+            norm,
+            scalars.logit_scale,
+            scalars.logit_bias,
+            rate,
+            skipped=not finite,
+            culprits=culprits,
+        )
+
+    def _agree(self, batch: Batch) -> Totals:
+        tokens = int(count_targets(batch.texts[:, 1:], self.pad_id)) if self.objective.is_captioning else 0
+        local = [batch.samples, len(batch.images), len(batch.texts), tokens, self.processes.stop.flag()]
+        counts = torch.tensor(local)
+        if self.processes.is_distributed:
+            dist.all_reduce(counts)
+        samples, images, texts, target_tokens, stop = counts.tolist()
+        return Totals(samples, images, texts, target_tokens, stop > 0)
+
+    def _gradients(self, micro_batches: list[Batch], totals: Totals) -> tuple[dict[str, Tensor], Tensor]:
+        """Leave the whole batch's gradient on the parameters; the losses, and the rate of duplicates."""
+        passes = [_Pass(self, micro) for micro in micro_batches]
+        once = len(passes) == 1
+        encoded = [p.encode(captions=self.objective.is_captioning) if once else p.preview() for p in passes]
+        leaves, losses, rate = self._feature_losses(encoded, passes)
+        caption_loss = torch.zeros((), device=self.processes.device)
+        for index, current in enumerate(passes):
+            last = index == len(passes) - 1
+            with self.engine.synchronising(last):
+                out = (
+                    encoded[0] if once else current.encode(captions=self.objective.is_captioning, again=True)
+                )
+                caption_loss += self._backward(out, current, leaves, last, totals)
+            leaves = leaves.after(current)
+        if self.objective.is_captioning:
+            if self.processes.is_distributed:
+                dist.all_reduce(caption_loss)
+            losses["caption_loss"] = caption_loss
+        losses["loss"] = torch.stack(list(losses.values())).sum()
+        return losses, rate
+
+    def _feature_losses(
+        self, encoded: Sequence[Encoded], passes: Sequence[_Pass]
+    ) -> tuple[_Leaves, dict[str, Tensor], Tensor]:
+        """Losses of the whole batch, and their gradients at this rank's features, scale and bias."""
+        images = torch.cat([p.real_images(out) for p, out in zip(passes, encoded, strict=True)])
+        texts = torch.cat([p.real_texts(out) for p, out in zip(passes, encoded, strict=True)])
+        scale, bias = encoded[0].logit_scale, encoded[0].logit_bias
+        leaves = [None if t is None else t.detach().requires_grad_() for t in (images, texts, scale, bias)]
+        whole = gather(leaves[0], leaves[1], *_sample_numbers(passes))
+        losses = self.objective.feature_losses(*leaves, whole, self._teach(passes))
+        wanted = [leaf for leaf in leaves if leaf is not None]
+        total = torch.stack(list(losses.values())).sum()
+        found = iter(torch.autograd.grad(total, wanted, allow_unused=True, materialize_grads=True))
+        gradients = [None if leaf is None else next(found) for leaf in leaves]
+        detached = {name: value.detach() for name, value in losses.items()}
+        return _Leaves(*gradients), detached, duplicate_rate(whole)
+
+    @torch.no_grad()
+    def _teach(self, passes: Sequence[_Pass]) -> Teacher | None:
+        if self.teacher is None:
+            return None
+        encoded = [self.teacher(p.images, p.texts) for p in passes]
+        images = torch.cat([p.real_images(out) for p, out in zip(passes, encoded, strict=True)])
+        texts = torch.cat([p.real_texts(out) for p, out in zip(passes, encoded, strict=True)])
+        whole = gather(images, texts, *_sample_numbers(passes))
+        return Teacher(whole, encoded[0].logit_scale, encoded[0].logit_bias)
+
+    def _backward(self, out: Encoded, current: _Pass, leaves: _Leaves, last: bool, totals: Totals) -> Tensor:
+        """Backward of one micro-batch; its share of the caption loss."""
+        factor = self.engine.gradient_divisor * self.loss_scale.value
+        # Scale and bias get the global gradient on every rank, once: equal values, which averaging keeps.
+        once = self.loss_scale.value if last else 0.0
+        seeds = [
+            (out.image_features, _fill(leaves.images, current.image_rows, out.image_features) * factor),
+            (out.text_features, _fill(leaves.texts, current.text_rows, out.text_features) * factor),
+            (out.logit_scale, leaves.scale * once),
+            (out.logit_bias, None if leaves.bias is None else leaves.bias * once),
+        ]
+        caption_loss = torch.zeros((), device=self.processes.device)
+        if out.caption_logits is not None:
+            loss = self.objective.caption_weight * caption_cross_entropy(
+                out.caption_logits, current.caption_labels, totals.target_tokens, pad_id=self.pad_id
+            )
+            caption_loss = loss.detach()
+            seeds.append((loss, torch.full_like(loss, factor)))
+        roots = [(tensor, seed) for tensor, seed in seeds if tensor is not None and tensor.requires_grad]
+        torch.autograd.backward([t for t, _ in roots], [s.to(t.dtype) for t, s in roots])
+        return caption_loss
+
+    def _drop_unused(self, totals: Totals) -> list[nn.Parameter]:
+        """Trainable parameters; those of a tower that no rank used lose their (zero) gradient.
+
+        A zero gradient is not the absence of one: AdamW would decay the weights and move by old momentum.
+        """
+        unused = []
+        if totals.images == 0:
+            unused.append("visual.")
+        if totals.texts == 0:
+            unused.append("text.")
+        if self.objective.is_captioning and totals.target_tokens == 0:
+            unused.append("text_decoder.")
+        if totals.images == 0 or totals.texts == 0:
+            unused.append("logit_")
+        parameters = []
+        for name, parameter in self.engine.module.named_parameters():
+            if unused and clean_name(name).startswith(tuple(unused)):
+                parameter.grad = None
+            if parameter.requires_grad:
+                parameters.append(parameter)
+        return parameters
+
+    def _culprits(self, batch: Batch, parameters: Sequence[nn.Parameter]) -> list[str]:
+        """Keys of this rank's samples whose features alone are not finite."""
+        batch = batch.to(self.processes.device)
+        with torch.no_grad(), _evaluating(self.engine.module):
+            current = _Pass(self, batch)
+            out = current.encode()
+        bad = set(batch.image_sample[~current.real_images(out).isfinite().all(dim=1)].tolist())
+        bad |= set(batch.text_sample[~current.real_texts(out).isfinite().all(dim=1)].tolist())
+        return [batch.keys[sample] for sample in sorted(bad)]
+
+
+@dataclass(frozen=True)
+class _Leaves:
+    """Gradients of the loss at this rank's features (of the micro-batches still to come), scale and bias."""
+
+    images: Tensor
+    texts: Tensor
+    scale: Tensor
+    bias: Tensor | None
+
+    def after(self, done: _Pass) -> _Leaves:
+        return _Leaves(self.images[done.image_rows :], self.texts[done.text_rows :], self.scale, self.bias)
+
+
+class _Pass:
+    """The forward passes of one micro-batch: equal on all ranks, whatever each of them holds."""
+
+    def __init__(self, step: TrainingStep, batch: Batch) -> None:
+        self.step = step
+        self.batch = batch
+        self.image_rows, self.text_rows = len(batch.images), len(batch.texts)
+        self.images = step.pixels(batch.images if self.image_rows else step.blank_image)
+        self.texts = batch.texts if self.text_rows else step.blank_text
+        self._random_state: tuple[Tensor, Tensor | None] | None = None
+
+    def encode(self, *, captions: bool = False, again: bool = False) -> Encoded:
+        """Forward with graph; `again` repeats the random numbers of `preview` and leaves statistics alone."""
+        if again:
+            self._restore_random_state()
+        keep = again or not (self.image_rows and self.text_rows)
+        with _statistics_kept(self.step.engine.module, keep):
+            return self.step.engine.module(
+                self.images, self.texts, caption_pairs=self._pairs() if captions else None
+            )
+
+    def preview(self) -> Encoded:
+        """Features without a graph; remembers the random state for `encode(again=True)`."""
+        device = self.step.processes.device
+        on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self._random_state = (torch.get_rng_state(), on_device)
+        with torch.no_grad():
+            return self.encode()
+
+    def _restore_random_state(self) -> None:
+        assert self._random_state is not None
+        on_host, on_device = self._random_state
+        torch.set_rng_state(on_host)
+        if on_device is not None:
+            torch.cuda.set_rng_state(on_device, self.step.processes.device)
+
+    def _pairs(self) -> tuple[Tensor, Tensor]:
+        """Rows of the images and texts that belong together; the blank rows where there is none."""
+        equal = self.batch.image_sample[:, None] == self.batch.text_sample[None, :]
+        image_rows, text_rows = equal.nonzero(as_tuple=True)
+        if len(image_rows) == 0:
+            image_rows = text_rows = torch.zeros(1, dtype=torch.int64, device=self.images.device)
+        return image_rows, text_rows
+
+    @property
+    def caption_labels(self) -> Tensor:
+        """[P, L - 1] target tokens of the pairs; all padding where the pair is a blank."""
+        _, text_rows = self._pairs()
+        labels = self.texts[text_rows, 1:]
+        if not (self.image_rows and self.text_rows and self._has_pair()):
+            labels = torch.full_like(labels, self.step.pad_id)
+        return labels
+
+    def _has_pair(self) -> bool:
+        return bool(torch.isin(self.batch.image_sample, self.batch.text_sample).any())
+
+    def real_images(self, out: Encoded) -> Tensor:
+        """The image features without the blank row."""
+        assert out.image_features is not None
+        return out.image_features[: self.image_rows]
+
+    def real_texts(self, out: Encoded) -> Tensor:
+        """The text features without the blank row."""
+        assert out.text_features is not None
+        return out.text_features[: self.text_rows]
+
+
+def _sample_numbers(passes: Sequence[_Pass]) -> tuple[Tensor, Tensor, Tensor]:
+    """Sample of each image, sample of each text, caption id of each sample, over all micro-batches."""
+    images, texts, captions, offset = [], [], [], 0
+    for current in passes:
+        images.append(current.batch.image_sample + offset)
+        texts.append(current.batch.text_sample + offset)
+        captions.append(current.batch.caption_id)
+        offset += current.batch.samples
+    return torch.cat(images), torch.cat(texts), torch.cat(captions)
+
+
+def _fill(gradient: Tensor, rows: int, like: Tensor | None) -> Tensor:
+    """The first `rows` rows of `gradient`; zeros in the shape of a blank row if there are none."""
+    assert like is not None
+    return gradient[:rows] if rows else torch.zeros_like(like)
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    training = module.training
+    module.eval()
+    try:
+        yield
+    finally:
+        module.train(training)
+
+
+@contextmanager
+def _statistics_kept(module: nn.Module, active: bool) -> Iterator[None]:
+    """Without any update of BatchNorm's running statistics; batches are normalised as ever."""
+    norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)] if active else []
+    before = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
+    for norm in norms:
+        norm.momentum = 0.0
+        if norm.num_batches_tracked is not None:
+            norm.num_batches_tracked = norm.num_batches_tracked.clone()
+    try:
+        yield
+    finally:
+        for norm, momentum, tracked in before:
+            norm.momentum, norm.num_batches_tracked = momentum, tracked
