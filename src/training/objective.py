@@ -96,6 +96,8 @@ class Objective:
                 teacher.logit_scale,
                 logit_bias=logit_bias if self.config.siglip else None,
                 teacher_bias=teacher.logit_bias,
+                student_kind="sigmoid" if self.config.siglip else "softmax",
+                teacher_kind="softmax" if teacher.logit_bias is None else "sigmoid",
                 tile=self.config.loss_tile,
             )
         return losses

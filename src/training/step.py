@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shardclip.models.dual_encoder import DualEncoder, Encoded
 from shardclip.models.losses.caption import caption_cross_entropy, count_targets
-from shardclip.models.losses.gather import duplicate_rate, gather
+from shardclip.models.losses.gather import GlobalBatch, duplicate_rate, gather
 from shardclip.training.data.batch import Batch
 from shardclip.training.distributed import Processes
 from shardclip.training.objective import Objective, Teacher
@@ -179,7 +179,7 @@ class TrainingStep:
         scale, bias = encoded[0].logit_scale, encoded[0].logit_bias
         leaves = [None if t is None else t.detach().requires_grad_() for t in (images, texts, scale, bias)]
         whole = gather(leaves[0], leaves[1], *_sample_numbers(passes))
-        losses = self.objective.feature_losses(*leaves, whole, self._teach(passes))
+        losses = self.objective.feature_losses(*leaves, whole, self._teach(passes, whole))
         wanted = [leaf for leaf in leaves if leaf is not None]
         total = torch.stack(list(losses.values())).sum()
         found = iter(torch.autograd.grad(total, wanted, allow_unused=True, materialize_grads=True))
@@ -188,14 +188,13 @@ class TrainingStep:
         return _Leaves(*gradients), detached, duplicate_rate(whole)
 
     @torch.no_grad()
-    def _teach(self, passes: Sequence[_Pass]) -> Teacher | None:
+    def _teach(self, passes: Sequence[_Pass], whole: GlobalBatch) -> Teacher | None:
         if self.teacher is None:
             return None
         encoded = [self.teacher(p.images, p.texts) for p in passes]
         images = torch.cat([p.real_images(out) for p, out in zip(passes, encoded, strict=True)])
         texts = torch.cat([p.real_texts(out) for p, out in zip(passes, encoded, strict=True)])
-        whole = gather(images, texts, *_sample_numbers(passes))
-        return Teacher(whole, encoded[0].logit_scale, encoded[0].logit_bias)
+        return Teacher(whole.with_features(images, texts), encoded[0].logit_scale, encoded[0].logit_bias)
 
     def _backward(self, out: Encoded, current: _Pass, leaves: _Leaves, last: bool, totals: Totals) -> Tensor:
         """Backward of one micro-batch; its share of the caption loss."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -26,6 +26,14 @@ class ImageInput:
     """How pictures are resized."""
     resize_mode: Literal["shortest", "longest", "squash"] = "shortest"
     """What evaluation does with a picture of another shape: crop, pad or squash."""
+
+    @classmethod
+    def from_preprocess_cfg(cls, values: dict[str, Any]) -> ImageInput:
+        """From open_clip's `preprocess_cfg`; what that does not say is as OpenAI's models had it."""
+        size = values.get("size", 224)
+        known = {k: values[k] for k in ("interpolation", "resize_mode") if values.get(k) is not None}
+        triples = {k: tuple(values[k]) for k in ("mean", "std") if values.get(k) is not None}
+        return cls(size=(size, size) if isinstance(size, int) else tuple(size), **triples, **known)
 
 
 def normalise(images: Tensor, spec: ImageInput) -> Tensor:

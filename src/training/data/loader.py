@@ -182,7 +182,7 @@ class TrainLoader:
             "seed": self._data.seed,
             "fingerprint": self._data.fingerprint(),
             "batches": self._batches,
-            "positions": {number: list(position) for number, position in self._positions.items()},
+            "positions": {str(number): list(position) for number, position in self._positions.items()},
             "skipped": dict(self._skipped),
         }
 
@@ -265,12 +265,12 @@ class TrainLoader:
 
 def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
     """One state of the whole run from those of all ranks."""
-    positions: dict[int, list[int]] = {}
+    positions: dict[str, list[int]] = {}
     skipped: Counter[str] = Counter()
     for state in states:
         positions.update(state["positions"])
         skipped.update(state["skipped"])
-    return {**states[0], "positions": dict(sorted(positions.items())), "skipped": dict(skipped)}
+    return {**states[0], "positions": dict(sorted(positions.items(), key=lambda item: int(item[0]))), "skipped": dict(skipped)}
 
 
 def train_loader(
