@@ -8,11 +8,16 @@ srun shardclip train --fsdp ...               # one task per GPU
 
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from shardclip.errors import UserError
+
+if TYPE_CHECKING:
+    from shardclip.training.distributed import Processes
 
 
 @dataclass(frozen=True)
@@ -41,10 +46,30 @@ VERBS = {
 
 
 def train(argv: Sequence[str]) -> int:
-    """`shardclip train`: start the processes that launch flags ask for, or be one of them."""
-    from shardclip.training import launch
+    """`shardclip train`: start the processes that `--nproc` asks for, or be one process of the run.
 
-    return launch.main(argv)
+    Settings are checked in full before any process is started.
+    """
+    from shardclip.launch import launch, split_launch_flags
+    from shardclip.training import config as configuration
+
+    if "-h" in argv or "--help" in argv:
+        configuration.show_help()
+        return 0
+    launch_config, words = split_launch_flags(argv)
+    config, notes = configuration.parse_with_notes(words)
+    if launch_config.nproc is not None:
+        return launch(launch_config, words)
+
+    from shardclip.training import loop
+    from shardclip.training.worker import run_worker
+
+    def work(processes: "Processes") -> int:
+        if processes.is_primary and notes:
+            print("\n".join(notes), flush=True)
+        return loop.train(config, processes)
+
+    return run_worker(work, config.distributed)
 
 
 def available() -> dict[str, Verb]:
@@ -72,5 +97,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(f"no verb {words[0]!r}: it is one of {', '.join(available())}")
         return getattr(importlib.import_module(verb.module), verb.function)(words[1:])
     except UserError as error:
-        print(f"shardclip: {error}", file=sys.stderr)
+        if _speaks_for_its_host():
+            print(f"shardclip: {error}", file=sys.stderr)
         return 2
+
+
+def _speaks_for_its_host() -> bool:
+    """Whether this process is the first of its host: all of them see the same mistake in the same flags."""
+    return os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from shardclip.errors import UserError
+from shardclip.launch import LaunchConfig
 from shardclip.models.factory import ModelConfig
 from shardclip.models.locking import LockConfig
 from shardclip.training import compatibility, parsing
@@ -42,6 +43,13 @@ class RunConfig:
     dry_run: bool = False
     """Check the settings, print the plan, read one batch, and take one step at tiny size."""
 
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch_size", "accum_freq", "max_skipped_steps"):
+            if getattr(self, name) < 1:
+                raise UserError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be 1 or more")
+        if self.output_dir.lower() == "none":
+            raise UserError("--output-dir none: a run always has a folder")
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -59,26 +67,44 @@ class TrainConfig:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
 
+@dataclass(frozen=True)
+class _TrainCommand(TrainConfig):
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+
+
+def show_help() -> None:
+    """Print the flags of `shardclip train`, those that start processes included."""
+    parsing.show_help(
+        _TrainCommand,
+        "shardclip train",
+        "Train a CLIP-like model. --config FILE reads settings from YAML (a run's config.yaml too); flags go "
+        "over it. open_clip's flag names are accepted.",
+    )
+
+
 def parse(argv: Sequence[str]) -> TrainConfig:
-    """Flags over the file of `--config` over the defaults.
+    """Flags over the files of `--config` over the defaults.
 
     Raises:
         UserError: one list of all unknown names, wrong types and contradictions.
     """
+    return parse_with_notes(argv)[0]
+
+
+def parse_with_notes(argv: Sequence[str]) -> tuple[TrainConfig, list[str]]:
+    """As `parse`, and a line for each flag of open_clip's that asks for what is so anyway."""
     files, words = _take_config_flag(argv)
     parsed = parsing.parse(
         TrainConfig,
         words,
-        prog="shardclip train",
-        description="Train a CLIP-like model. --config FILE reads settings from YAML; flags go over it.",
         files=files,
         rewrite=compatibility.rewrite,
         foreign=compatibility.ANSWERS,
     )
     problems = parsed.problems + validate(parsed.config)
     if problems:
-        raise UserError("\n".join(["The settings are not right:", *(f"  - {line}" for line in problems)]))
-    return parsed.config
+        raise UserError("\n".join(["these settings are not right:", *(f"  - {line}" for line in problems)]))
+    return parsed.config, compatibility.notes(parsed.names)
 
 
 def _take_config_flag(argv: Sequence[str]) -> tuple[list[Path], list[str]]:
@@ -99,13 +125,69 @@ def _take_config_flag(argv: Sequence[str]) -> tuple[list[Path], list[str]]:
 
 
 def validate(config: TrainConfig) -> list[str]:
-    """What contradicts itself between the settings; one line each, empty if all is well."""
-    run = config.run
-    problems = []
-    for name in ("epochs", "batch_size", "accum_freq"):
-        if getattr(run, name) < 1:
-            problems.append(f"--{name.replace('_', '-')}: must be at least 1, is {getattr(run, name)}")
-    return problems
+    """What cannot be between the concerns; one line each, none if all is well.
+
+    What one concern can know by itself is refused where it is defined, by its `__post_init__`.
+    """
+    return [message for wrong, message in _contradictions(config) if wrong]
+
+
+def _contradictions(config: TrainConfig) -> list[tuple[bool, str]]:
+    run, data, objective, optimizer = config.run, config.data, config.objective, config.optimizer
+    checkpoint, parallel = config.checkpoint, config.parallel
+    sharded = parallel.fsdp or parallel.distributed_engine in ("fsdp", "hsdp")
+    cooldown = optimizer.epochs_cooldown
+    only_sharded = {
+        "--fsdp-layers-to-wrap": parallel.fsdp_layers_to_wrap,
+        "--fsdp-min-params": parallel.fsdp_min_params,
+        "--fsdp-shard-size": parallel.fsdp_shard_size,
+        "--fsdp-no-reshard-after-forward": parallel.fsdp_no_reshard_after_forward,
+        "--fsdp-cpu-offload": parallel.fsdp_cpu_offload,
+    }
+    asked = [flag for flag, value in only_sharded.items() if value]
+    return [
+        (
+            data.train_data is None and data.dataset_type != "synthetic",
+            "--train-data: nothing to train on; give shards or a table, or --dataset-type synthetic "
+            "(`shardclip eval` evaluates without training)",
+        ),
+        (
+            data.dataset_type == "synthetic" and data.train_num_samples is None,
+            "--dataset-type synthetic needs --train-num-samples",
+        ),
+        (
+            checkpoint.resume == "latest" and run.name is None,
+            "--resume latest needs --name: without one every start is a new run",
+        ),
+        (
+            checkpoint.keep_every is not None and checkpoint.keep_last is None,
+            "--keep-every needs --keep-last: without it every checkpoint is kept",
+        ),
+        (
+            checkpoint.delete_previous_checkpoint and checkpoint.keep_last not in (None, 1),
+            f"--delete-previous-checkpoint keeps one checkpoint, --keep-last {checkpoint.keep_last}",
+        ),
+        (
+            (objective.distill_model is None) != (objective.distill_pretrained is None),
+            "--distill-model and --distill-pretrained are given together or not at all",
+        ),
+        (
+            optimizer.lr_scheduler == "const-cooldown" and cooldown is None,
+            "--lr-scheduler const-cooldown needs --epochs-cooldown",
+        ),
+        (
+            cooldown is not None and cooldown > run.epochs,
+            f"--epochs-cooldown {cooldown:g} is longer than --epochs {run.epochs}" if cooldown else "",
+        ),
+        (
+            bool(asked) and not sharded,
+            f"{', '.join(asked)}: only with --fsdp",
+        ),
+        (
+            config.distributed.device == "cpu" and parallel.precision in ("amp", "fp16"),
+            f"--precision {parallel.precision} needs a GPU; on CPU take fp32 or amp_bf16",
+        ),
+    ]
 
 
 def as_dict(config: Any) -> dict[str, dict[str, Any]]:

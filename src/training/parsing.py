@@ -56,7 +56,7 @@ class Setting:
 
 
 Rewrite = Callable[[Setting], "list[Setting] | str"]
-"""From a setting under a foreign name to those of ours that mean the same, or to a message that refuses it."""
+"""From a setting under a foreign name to ours that mean the same, or to a message that refuses it."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,8 @@ class Parsed(Generic[C]):
     """Made of the settings that could be read."""
     problems: list[str]
     """One entry for each setting that could not."""
+    names: list[str]
+    """Every setting's name, as it was given."""
 
 
 def flags(cls: type) -> dict[str, Flag]:
@@ -86,11 +88,15 @@ def flags(cls: type) -> dict[str, Flag]:
     return found
 
 
+def show_help(cls: type, prog: str, description: str) -> None:
+    """Print all flags, in one group for each concern, with their defaults."""
+    with contextlib.suppress(SystemExit):
+        tyro.cli(cls, args=["--help"], prog=prog, description=description, config=MARKERS)
+
+
 def parse(
     cls: type[C],
     argv: Sequence[str],
-    prog: str,
-    description: str = "",
     files: Iterable[Path] = (),
     rewrite: Rewrite = lambda setting: [setting],
     foreign: Iterable[str] = (),
@@ -99,15 +105,11 @@ def parse(
 
     Args:
         cls: a dataclass of dataclasses, every field with a default.
-        argv: flags; `--help` prints the help text and leaves with code 0.
-        prog: what the help text calls the program.
-        description: first lines of the help text.
+        argv: flags and their values.
         files: YAML files, in one mapping or one for each concern.
-        rewrite: answers settings under foreign names; called for each setting that is not a flag of `cls`.
+        rewrite: answers settings under foreign names; called for every setting.
         foreign: the names that `rewrite` knows, to suggest the nearest one.
     """
-    if "-h" in argv or "--help" in argv:
-        tyro.cli(cls, args=["--help"], prog=prog, description=description, config=MARKERS)
     known = flags(cls)
     settings, problems = _read_argv(argv)
     for file in reversed(list(files)):
@@ -115,7 +117,7 @@ def parse(
         settings, problems = from_file + settings, wrong + problems
     chosen: dict[str, Setting] = {}
     for setting in settings:
-        answer = [setting] if _own_name(setting, known) else rewrite(setting)
+        answer = rewrite(setting)
         if isinstance(answer, str):
             problems.append(f"{setting.source}: {answer}")
             continue
@@ -129,7 +131,7 @@ def parse(
         mine = [setting for name, setting in chosen.items() if known[name].concern == concern]
         concerns[concern], wrong = _concern(owner, mine)
         problems += wrong
-    return Parsed(cls(**concerns), problems)
+    return Parsed(cls(**concerns), problems, [setting.name for setting in settings])
 
 
 def _own_name(setting: Setting, known: dict[str, Flag]) -> str | None:
