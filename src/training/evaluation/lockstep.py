@@ -1,0 +1,78 @@
+"""Ranks that read unequal amounts of data, kept in step: the same number of forwards on every one."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from shardclip.training.distributed import Processes
+
+Item = TypeVar("Item")
+
+_log = logging.getLogger(__name__)
+_DONE, _MORE, _FAILED = 0, 1, 2
+_SECONDS_BETWEEN_LINES = 15.0
+
+
+def lockstep(batches: Iterable[Item], processes: Processes, what: str) -> Iterator[Item | None]:
+    """This rank's batches, then None for as long as another rank still has one.
+
+    One tiny collective per batch makes every rank leave the loop after the same number of turns. It waits for
+    a rank that reads slowly as long as `dist_patience_minutes`, so that what follows it (a forward of a
+    sharded model) finds all ranks ready and never meets its own, shorter limit. Rank 0 logs how far it is.
+
+    Raises:
+        UserError, RemoteFailure: `batches` raised on some rank; the same error on every rank.
+    """
+    iterator = iter(batches)
+    turns, last_line = 0, time.monotonic()
+    while True:
+        batch: Item | None = None
+        failure: Exception | None = None
+        try:
+            batch = next(iterator, None)
+        except Exception as error:
+            failure = error
+        state = _FAILED if failure is not None else _DONE if batch is None else _MORE
+        agreed = _highest(state, processes)
+        if agreed == _FAILED:
+            with processes.together(f"reading {what}"):
+                if failure is not None:
+                    raise failure
+        if agreed == _DONE:
+            return
+        yield batch
+        turns += 1
+        if processes.is_primary and time.monotonic() - last_line > _SECONDS_BETWEEN_LINES:
+            last_line = time.monotonic()
+            _log.info("%s: %d batches on each rank", what, turns)
+
+
+def _highest(state: int, processes: Processes) -> int:
+    if not processes.is_distributed:
+        return state
+    shared = torch.tensor(state)
+    dist.all_reduce(shared, dist.ReduceOp.MAX, group=_patient_group(processes))
+    return int(shared)
+
+
+_patient_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+
+
+def _patient_group(processes: Processes) -> dist.ProcessGroup:
+    """All ranks, on the CPU, with a time limit that a long evaluation does not meet; made once."""
+    world = dist.group.WORLD
+    assert world is not None
+    if world not in _patient_groups:
+        _patient_groups[world] = dist.new_group(backend="gloo", timeout=processes.patience)
+    return _patient_groups[world]
+
+
+def first_known(value: Any, processes: Processes) -> Any:
+    """The value of the lowest rank whose value is not None; None if there is no such rank."""
+    return next((known for known in processes.all_gather_object(value) if known is not None), None)

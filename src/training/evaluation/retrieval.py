@@ -1,0 +1,228 @@
+"""Image-text retrieval and the validation loss: exact, in tiles, over the samples of all ranks.
+
+Each rank keeps the features of its own samples and ranks its own queries; the candidates of every rank pass
+by in chunks. Memory is one tile of scores, never a matrix of all pairs.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardclip.errors import UserError
+from shardclip.training.distributed import Processes
+from shardclip.training.evaluation.scores import count_ahead, similarity
+
+_TILE_SCORES = {"cpu": 2**20, "cuda": 2**24}
+"""Scores per tile: what the caches of a core hold, and what keeps a GPU busy."""
+
+
+@dataclass
+class Side:
+    """The images or the texts of one rank, ascending by sample."""
+
+    features: Tensor
+    """[n, D] fp32, L2-normalised."""
+    sample: Tensor
+    """[n] int64: the number of the sample that each row belongs to, among the samples of all ranks."""
+
+    def __post_init__(self) -> None:
+        if len(self.sample) > 1 and bool((self.sample.diff() < 0).any()):
+            raise ValueError("the rows of a side must be ascending by sample")
+
+    def rows(self, start: int, stop: int) -> Side:
+        """The rows from `start` up to `stop`."""
+        return Side(self.features[start:stop], self.sample[start:stop])
+
+    @property
+    def is_first(self) -> Tensor:
+        """[n] bool: the row is the first of its sample."""
+        first = torch.ones_like(self.sample, dtype=torch.bool)
+        first[1:] = self.sample.diff() > 0
+        return first
+
+    @property
+    def order(self) -> Tensor:
+        """[n] int64: the place in the order by sample, then by position in the sample (ties go by it)."""
+        rows = torch.arange(len(self.sample), device=self.sample.device)
+        start_of_sample = torch.where(self.is_first, rows, torch.zeros_like(rows)).cummax(dim=0).values
+        return (self.sample << 20) + rows - start_of_sample
+
+
+def retrieval(
+    images: Side,
+    texts: Side,
+    logit_scale: float,
+    *,
+    processes: Processes,
+    chunk_size: int = 4096,
+) -> dict[str, float]:
+    """Recall and rank both ways, and the loss, over the samples of all ranks.
+
+    An image and a text belong together if their sample is the same; a sample may have several of each, on one
+    rank. A query's rank is that of its best match. Equal scores rank by sample, then by position in the
+    sample. A row whose sample lacks the other side is a candidate, not a query.
+
+    The loss is CLIP's (Radford et al. 2021, figure 3) with every sample that has both sides, by its first
+    image and its first text, as ONE batch: it depends on the data alone, not on a batch size or the number of
+    ranks, and therefore is higher than a loss over small batches.
+
+    Args:
+        images: this rank's.
+        texts: this rank's.
+        logit_scale: the factor on the scores in the loss.
+        processes: the ranks; every one calls this.
+        chunk_size: candidates per tile.
+
+    Returns:
+        `image_to_text_` and `text_to_image_` with `R@1`, `R@5`, `R@10` (shares), `mean_rank` and
+        `median_rank` (counted from 1); `clip_val_loss`.
+
+    Raises:
+        UserError: no sample has both sides.
+    """
+    counts = processes.all_gather_object((len(images.sample), len(texts.sample)))
+    total = max(sum(column) for column in zip(*counts, strict=True))
+    # Every tile has one shape, so that every score comes out of the same kernel: equal rows get equal scores
+    # wherever they stand, and a tie is a tie on any number of ranks.
+    columns = min(chunk_size, total)
+    rows = min(max(1, _TILE_SCORES[images.features.device.type] // columns), total)
+    metrics: dict[str, float] = {}
+    loss = 0.0
+    for name, queries, candidates in (("image_to_text", images, texts), ("text_to_image", texts, images)):
+        scan = _Scan(queries, candidates, logit_scale, rows, columns)
+        for chunk in _chunks(candidates, scan.answers, columns, processes):
+            scan.meet(chunk)
+        gathered = processes.all_gather_object((scan.ranks(), scan.losses()))
+        ranks = torch.cat([ranks for ranks, _ in gathered])
+        losses = torch.cat([losses for _, losses in gathered])
+        if len(losses) == 0:
+            raise UserError("retrieval: no sample has both an image and a text")
+        metrics |= _figures(name, ranks)
+        loss += float(losses.mean()) / 2
+    return metrics | {"clip_val_loss": loss}
+
+
+@dataclass
+class _Chunk:
+    """Candidates of one rank, at hand on every rank."""
+
+    side: Side
+    order: Tensor
+    """[n] int64."""
+    in_loss: Tensor
+    """[n] bool."""
+
+
+def _chunks(candidates: Side, in_loss: Tensor, chunk_size: int, processes: Processes) -> Iterator[_Chunk]:
+    """The candidates of every rank, rank by rank, the same chunks at the same time on all."""
+    labels = torch.stack([candidates.sample, candidates.order, in_loss.long()], dim=1)
+    for source, count in enumerate(processes.all_gather_object(len(labels))):
+        for start in range(0, count, chunk_size):
+            stop = min(start + chunk_size, count)
+            if source == processes.rank:
+                features, facts = candidates.features[start:stop].contiguous(), labels[start:stop]
+            else:
+                features = candidates.features.new_empty(stop - start, candidates.features.shape[1])
+                facts = labels.new_empty(stop - start, 3)
+            if processes.is_distributed:
+                dist.broadcast(features, source)
+                dist.broadcast(facts, source)
+            sample, order, flag = facts.unbind(dim=1)
+            yield _Chunk(Side(features, sample), order, flag.bool())
+
+
+class _Scan:
+    """The queries of this rank on their way past all candidates."""
+
+    def __init__(self, queries: Side, own: Side, logit_scale: float, rows: int, columns: int) -> None:
+        self._queries, self._scale, self._rows, self._columns = queries, logit_scale, rows, columns
+        self._matched = torch.isin(queries.sample, own.sample)
+        self._in_loss = self._matched & queries.is_first
+        # Which of `own`, as candidates, the loss knows.
+        self.answers = torch.isin(own.sample, queries.sample) & own.is_first
+        count, device = len(queries.sample), queries.sample.device
+        self._best = torch.full((count,), -math.inf, device=device)
+        self._best_order = torch.zeros(count, dtype=torch.int64, device=device)
+        self._pair_score = torch.zeros(count, device=device)
+        self._ahead = torch.zeros(count, dtype=torch.int64, device=device)
+        self._log_sum = torch.full((count,), -math.inf, dtype=torch.float64, device=device)
+        for start in range(0, len(own.sample), columns):
+            piece = slice(start, start + columns)
+            self._find_matches(
+                _Chunk(own.rows(start, start + columns), own.order[piece], self.answers[piece])
+            )
+        self._best[~self._matched] = math.inf
+
+    def _tiles(self, chunk: _Chunk) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+        """Rows of queries, their scores, and which of them are matches (None: no match can be among them)."""
+        candidates = _padded(chunk.side.features, self._columns)
+        low, high = int(chunk.side.sample[0]), int(chunk.side.sample[-1])
+        for start in range(0, len(self._queries.sample), self._rows):
+            stop = min(start + self._rows, len(self._queries.sample))
+            queries = self._queries.rows(start, stop)
+            scores = similarity(_padded(queries.features, self._rows), candidates)
+            scores = scores[: stop - start, : len(chunk.order)]
+            apart = int(queries.sample[0]) > high or int(queries.sample[-1]) < low
+            matches = None if apart else queries.sample[:, None] == chunk.side.sample
+            yield slice(start, stop), scores, matches
+
+    def _find_matches(self, chunk: _Chunk) -> None:
+        """Note each query's best match in its rank's own candidates, where all of its matches are."""
+        last = torch.iinfo(torch.int64).max
+        for rows, scores, matches in self._tiles(chunk):
+            if matches is None:
+                continue
+            of_matches = scores.masked_fill(~matches, -math.inf)
+            best = of_matches.amax(dim=1)
+            is_best = (of_matches == best[:, None]) & matches
+            order = torch.where(is_best, chunk.order, last).amin(dim=1)
+            better = best > self._best[rows]
+            self._best[rows] = torch.where(better, best, self._best[rows])
+            self._best_order[rows] = torch.where(better, order, self._best_order[rows])
+            self._pair_score[rows] += scores.masked_fill(~(matches & chunk.in_loss), 0).sum(dim=1)
+
+    def meet(self, chunk: _Chunk) -> None:
+        """Count who of the chunk ranks before the best match, and add its terms to the loss's denominator."""
+        for rows, scores, matches in self._tiles(chunk):
+            self._add_to_loss(rows, scores, chunk.in_loss)
+            if matches is not None:
+                scores = scores.masked_fill(matches, -math.inf)
+            self._ahead[rows] += count_ahead(scores, self._best[rows], self._best_order[rows], chunk.order)
+
+    def _add_to_loss(self, rows: slice, scores: Tensor, in_loss: Tensor) -> None:
+        if not bool(self._in_loss[rows].any() & in_loss.any()):
+            return
+        # Relative to the highest score there can be: fp32 is precise where the large terms are.
+        logits = (scores - 1).mul_(self._scale)
+        if not bool(in_loss.all()):
+            logits.masked_fill_(~in_loss, -math.inf)
+        self._log_sum[rows] = torch.logaddexp(self._log_sum[rows], logits.logsumexp(dim=1).double())
+
+    def ranks(self) -> Tensor:
+        """[m] int64 on the CPU: the ranks, from 0, of the queries that have a match."""
+        return self._ahead[self._matched].cpu()
+
+    def losses(self) -> Tensor:
+        """[k] float64 on the CPU: the cross entropy of each query that the loss knows."""
+        losses = self._log_sum - self._scale * (self._pair_score.double() - 1)
+        return losses[self._in_loss].cpu()
+
+
+def _padded(features: Tensor, rows: int) -> Tensor:
+    return F.pad(features, (0, 0, 0, rows - len(features)))
+
+
+def _figures(name: str, ranks: Tensor) -> dict[str, float]:
+    shares = {f"{name}_R@{k}": float((ranks < k).double().mean()) for k in (1, 5, 10)}
+    return shares | {
+        f"{name}_mean_rank": float(ranks.double().mean()) + 1,
+        f"{name}_median_rank": math.floor(statistics.median(ranks.tolist())) + 1,
+    }
