@@ -8,12 +8,12 @@ with start(DistributedConfig()) as processes:
 from __future__ import annotations
 
 import itertools
+import json
 import os
-import pickle
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -127,6 +127,8 @@ class Processes:
             return self.stop.requested
         flag = torch.tensor(self.stop.flag())
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        if flag:
+            self.stop.request("another rank")
         return bool(flag)
 
     @contextmanager
@@ -168,11 +170,13 @@ class Processes:
         key = self._next_meeting()
         if failure is not None:
             report = _Failure(self.rank, self.host, isinstance(failure, UserError), _tell(failure))
-            self.store.set(f"{key}/failure/{self.store.add(f'{key}/failures', 1)}", pickle.dumps(report))
+            self.store.set(
+                f"{key}/failure/{self.store.add(f'{key}/failures', 1)}", json.dumps(asdict(report))
+            )
         self._meet(key)
         count = self.store.add(f"{key}/failures", 0)
         reports = [self.store.get(f"{key}/failure/{number}") for number in range(1, count + 1)]
-        return sorted((pickle.loads(report) for report in reports), key=lambda report: report.rank)
+        return sorted((_Failure(**json.loads(report)) for report in reports), key=lambda report: report.rank)
 
 
 _MEETINGS = itertools.count()
@@ -219,7 +223,7 @@ def current(device: torch.device | None = None) -> Processes:
 
 
 @contextmanager
-def start(config: DistributedConfig) -> Iterator[Processes]:
+def start(config: DistributedConfig, stop: StopRequest | None = None) -> Iterator[Processes]:
     """Join the other processes of the launch, for as long as the context lasts.
 
     Rank 0 prints which launcher's variables were used and which ranks are on which host.
@@ -239,6 +243,7 @@ def start(config: DistributedConfig) -> Iterator[Processes]:
         launch.host,
         None if store is None else dist.PrefixStore("shardclip", store.clone()),
         timedelta(minutes=config.dist_patience_minutes),
+        stop=stop or StopRequest(),
     )
     with processes.together("choosing a device"):
         processes = replace(processes, device=choose_device(config, launch))
@@ -254,11 +259,20 @@ def start(config: DistributedConfig) -> Iterator[Processes]:
     _introduce(processes, launch.note)
     try:
         yield processes
-        # Nobody leaves while another still works: rank 0 may be the host of the store.
         processes.barrier()
     finally:
         if store is not None:
             dist.destroy_process_group()
+    if store is not None:
+        _leave(processes, store)
+
+
+def _leave(processes: Processes, store: dist.Store) -> None:
+    """Rank 0 may host the store, so it goes last; the others' final `set` asks for no answer."""
+    if processes.is_primary:
+        store.wait(["shardclip/all_left"], processes.patience)
+    elif store.add("shardclip/left", 1) == processes.world_size - 1:
+        store.set("shardclip/all_left", "1")
 
 
 def _join_store(launch: LaunchEnvironment, config: DistributedConfig) -> dist.Store:

@@ -53,8 +53,8 @@ def read_environment(environ: Mapping[str, str], dist_url: str | None = None) ->
     note = ""
     if int(environ.get("SLURM_NTASKS", "1")) > 1:
         note = (
-            f"SLURM_NTASKS={environ['SLURM_NTASKS']}, but srun did not start this process as a task of a step, so "
-            "it runs alone. Start it with `srun` (one task a GPU) or `shardclip ... --nproc`."
+            f"SLURM_NTASKS={environ['SLURM_NTASKS']}, but srun did not start this process as a task "
+            "of a step, so it runs alone. Start it with `srun` (one task a GPU) or `shardclip ... --nproc`."
         )
     return LaunchEnvironment(0, 1, 0, 1, "single", _host(environ), "", note)
 

@@ -1,7 +1,7 @@
 """A wish to stop: SIGTERM, SIGUSR1 or SIGINT to any one rank becomes an agreed stop of all.
 
-Python runs a signal's handler only when the main thread comes back to the interpreter, and a rank that waits
-in a collective does not. So a thread reads the signal's number from the wake-up pipe, which works at any time.
+Python runs a signal's handler only when the main thread comes back to the interpreter, and a rank that
+waits in a collective does not. So a thread reads the signal's number from the wake-up pipe at any time.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
+
+_active: list[StopRequest] = []
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 """The end of a time limit, preemption (`--signal=USR1@120`), and Ctrl-C."""
@@ -94,9 +96,6 @@ def stop_on_signals(stop: StopRequest) -> Iterator[None]:
         os.close(write_end)
         listener.join()
         os.close(read_end)
-
-
-_active: list[StopRequest] = []
 
 
 def ignore_stop_signals_but_term() -> None:
