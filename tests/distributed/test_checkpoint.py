@@ -1,6 +1,5 @@
-"""Checkpoints under real processes: whole or absent, elastic, and a snapshot of the moment they were asked for."""
+"""Checkpoints under real processes: whole or absent, elastic, a snapshot of when they were asked for."""
 
-import json
 from pathlib import Path
 from typing import Any
 

@@ -25,8 +25,10 @@ from shardclip.training.checkpoint.storage import (
     SafeReader,
     checkpoint_name,
     fault,
+    fill,
     published,
     read_state,
+    reason,
     samples_of,
 )
 
@@ -59,7 +61,7 @@ class Checkpoints:
         self.rank, self.world_size = processes.rank, processes.world_size
         self._group = self._own_group()
         self._stager = _stager()
-        self._in_flight: tuple[Future[Any], Path] | None = None
+        self._in_flight: tuple[Future[Any], Path, Path] | None = None
         self._attempts = self._failures = 0
         self._newest: int | None = None
         if self.rank == 0:
@@ -90,14 +92,15 @@ class Checkpoints:
             "versions": {package: version(package) for package in _PACKAGES},
         }
         writer = PublishingWriter(partial, final, described, self._prune)
-        future = dcp.async_save(
+        future = dcp.async_save(  # the stager copies before this returns, hence a plain Future
             to_tensors(state, self.rank),
             storage_writer=writer,
             process_group=self._group,
             async_stager=self._stager,
             no_dist=self._group is None,
         )
-        self._in_flight, self._newest = (future, partial), samples_seen
+        assert isinstance(future, Future)
+        self._in_flight, self._newest = (future, partial, final), samples_seen
         if not self.config.async_save:
             self.wait()
 
@@ -109,7 +112,7 @@ class Checkpoints:
         """
         if self._in_flight is None:
             return
-        (future, partial), self._in_flight = self._in_flight, None
+        (future, partial, final), self._in_flight = self._in_flight, None
         try:
             future.result()
             self._failures = 0
@@ -117,9 +120,7 @@ class Checkpoints:
             self._failures, self._newest = self._failures + 1, None
             if self.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
-            message = (
-                f"the checkpoint {partial.name.removeprefix('tmp-')} could not be saved: {_reason(error)}"
-            )
+            message = f"{final.name} could not be saved: {reason(error)}"
             if self._failures > 1:
                 raise UserError(f"{message}. The save before it failed too.") from error
             _log.error("%s. The previous checkpoint is kept, training goes on.", message)
@@ -173,11 +174,8 @@ class Checkpoints:
         """
         plain = read_state(path)
         reader = SafeReader(path)
-        targets = load_targets(state, reader.read_metadata(), self.rank)
-        try:
-            dcp.load(targets, storage_reader=reader, process_group=self._group, no_dist=self._group is None)
-        except CheckpointException as error:
-            raise UserError(f"{path}: {_reason(error)}") from error
+        targets = load_targets(state, reader.tensors(), self.rank)
+        fill(targets, reader, self._group)
         take_targets(state, targets, plain, self.rank)
         if path.parent == self.folder:
             self._newest = plain["samples_seen"]
@@ -199,9 +197,12 @@ class Checkpoints:
             _log.warning("an old checkpoint could not be removed: %s", error)
 
     def _own_group(self) -> dist.ProcessGroup | None:
-        """A gloo group of its own: a save runs beside training, whose collectives must not be mixed with it."""
+        """A gloo group of its own: a save runs beside training, and must not mix its collectives with it."""
         if dist.is_initialized():
-            return dist.new_group(backend="gloo", timeout=timedelta(hours=1))
+            group = dist.new_group(backend="gloo", timeout=timedelta(hours=1))
+            assert isinstance(group, dist.ProcessGroup)
+            return group
+        # Not `catch_warnings`: the save that warns runs in another thread.
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
         return None
 
@@ -236,11 +237,3 @@ def _stager() -> DefaultStager:
             use_non_blocking_copy=on_gpu,
         )
     )
-
-
-def _reason(error: BaseException) -> str:
-    """One line for a failed save or load: the first rank's own error, not the stack traces of all."""
-    if isinstance(error, CheckpointException) and error.failures:
-        rank, (cause, _) = sorted(error.failures.items())[0]
-        return f"rank {rank}: {type(cause).__name__}: {str(cause).splitlines()[0] if str(cause) else ''}"
-    return f"{type(error).__name__}: {error}"

@@ -1,8 +1,8 @@
 """What a checkpoint holds, by name: independent of how the model is wrapped, sharded or frozen.
 
 Tensors are keyed `model.NAME`, `optimizer.NAME.MOMENT`, `ema.NAME` and `rng.RANK.KIND`, where NAME is the
-parameter's name on the bare model. Parameter groups are not stored: which parameter decays, and by how much, is
-decided by the configuration, and the learning rate by the samples seen.
+parameter's name on the bare model. Parameter groups are not stored: which parameter decays, and by how much,
+is decided by the configuration, and the learning rate by the samples seen.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from shardclip.errors import UserError
@@ -61,7 +61,7 @@ def to_tensors(state: TrainState, rank: int) -> dict[str, Tensor]:
     """All tensors of the state, live, keyed by name. Collective under FSDP: it reshards what is gathered."""
     # The model first: a forward without backward leaves FSDP's root gathered, and its parameters are then not
     # those that the optimizer knows. Taking the state dict reshards it.
-    tensors = {f"model.{name}": value for name, value in get_model_state_dict(state.model).items()}
+    tensors = _model_tensors(state)
     tensors |= {f"optimizer.{name}": value for name, value in state.dormant.items()}
     for name, parameter in parameter_names(state.model).items():
         moments = _tensors_of(state.optimizer.state.get(parameter, {}))
@@ -70,6 +70,11 @@ def to_tensors(state: TrainState, rank: int) -> dict[str, Tensor]:
         tensors |= {f"ema.{name}": value for name, value in _tensors_of(state.ema.state_dict()).items()}
     tensors |= {f"rng.{rank}.{kind}": value for kind, value in rng_state().items()}
     return tensors
+
+
+def _model_tensors(state: TrainState) -> dict[str, Tensor]:
+    values = get_model_state_dict(state.model).items()
+    return {f"model.{name}": value for name, value in values if isinstance(value, Tensor)}
 
 
 def to_plain(state: TrainState) -> dict[str, Any]:
@@ -88,16 +93,17 @@ def to_plain(state: TrainState) -> dict[str, Any]:
     return plain
 
 
-def load_targets(state: TrainState, index: Metadata, rank: int) -> dict[str, Tensor]:
-    """The tensors that loading fills, under the checkpoint's keys. Moments are made as the checkpoint has them.
+def load_targets(
+    state: TrainState, saved: Mapping[str, TensorStorageMetadata], rank: int
+) -> dict[str, Tensor]:
+    """The tensors that loading fills, by the checkpoint's keys. Moments are made as the checkpoint has them.
 
     Raises:
         UserError: the model is not the one that was saved.
     """
-    saved = index.state_dict_metadata
-    model = {f"model.{name}": value for name, value in get_model_state_dict(state.model).items()}
+    model = _model_tensors(state)
     check_same_model(model, saved)
-    targets: dict[str, Tensor] = dict(model)
+    targets = dict(model)
     moments = _saved_moments(saved)
     fused = {
         id(parameter)

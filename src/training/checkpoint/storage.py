@@ -16,15 +16,20 @@ import json
 import os
 import pickle
 import re
+import warnings
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -190,7 +195,10 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 class SafeReader(FileSystemReader):
-    """DCP's reader for untrusted files: its index is read by an allow-list, and only tensors are loaded."""
+    """DCP's reader for untrusted files: its index is read by an allow-list, and only tensors are loaded.
+
+    Tensors themselves DCP reads by `torch.load(weights_only=True)`.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -206,9 +214,35 @@ class SafeReader(FileSystemReader):
             self._index = _read_index(Path(self.path))
         return self._index
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read this process's tensors, each by `torch.load(weights_only=True)` (DCP's own way)."""
-        return super().read_data(plan, planner)
+    def tensors(self) -> dict[str, TensorStorageMetadata]:
+        """Shapes and dtypes of what the checkpoint holds, by key."""
+        saved = self.read_metadata().state_dict_metadata
+        return {key: kind for key, kind in saved.items() if isinstance(kind, TensorStorageMetadata)}
+
+
+def fill(targets: dict[str, Tensor], reader: SafeReader, group: dist.ProcessGroup | None = None) -> None:
+    """Read tensors in place, by the checkpoint's keys; of a sharded one, the own part. Collective in `group`.
+
+    Raises:
+        UserError: they cannot be read on some rank; all ranks get the same error.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        try:
+            dcp.load(targets, storage_reader=reader, process_group=group, no_dist=group is None)  # type: ignore[arg-type]
+        except CheckpointException as error:
+            raise UserError(f"{reader.path}: {reason(error)}") from error
+
+
+def reason(error: BaseException) -> str:
+    """One line for a failed save or load: the first rank's own error, not the stack traces of all."""
+    if isinstance(error, CheckpointException) and error.failures:
+        rank, (cause, _) = sorted(error.failures.items())[0]
+        return f"rank {rank}: {reason(cause)}"
+    lines = [line.strip() for line in str(error).splitlines()] or [""]
+    # torch's refusal to unpickle names the object in one of its last lines.
+    named = [line for line in lines if "Unsupported global" in line]
+    return f"{type(error).__name__}: {(named or lines)[0]}"
 
 
 def _read_index(path: Path) -> Metadata:

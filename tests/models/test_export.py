@@ -1,0 +1,184 @@
+"""What goes in comes out: our files open in open_clip to the same features, and open_clip's open here."""
+
+import json
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardclip.errors import UserError
+from shardclip.models.export import UnreadTensor, write_model
+from shardclip.models.factory import ModelSpec, build
+from shardclip.models.weights import from_open_clip, read_file, read_weights, to_open_clip
+from shardclip.training import distributed
+from shardclip.training.checkpoint import CheckpointConfig, Checkpoints, TrainState
+from shardclip.training.checkpoint.export import export
+
+_VISION = {"image_size": 16, "layers": 1, "width": 32, "head_width": 16, "patch_size": 8}
+_TEXT = {"context_length": 8, "vocab_size": 64, "width": 32, "heads": 2, "layers": 1}
+_TIMM = {"timm_model_name": "test_vit", "timm_pool": "", "timm_proj": "linear", "image_size": 160}
+_POOLER = {"attentional_pool": True, "attn_pooler_heads": 2, "attn_pooler_queries": 4}
+_COCA_TEXT = {"embed_cls": True, "output_tokens": True}
+_DECODER = {"context_length": 8, "vocab_size": 64, "width": 32, "heads": 2, "layers": 1}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "CLIP": {"embed_dim": 16, "vision_cfg": _VISION, "text_cfg": _TEXT},
+    "CustomTextCLIP": {"embed_dim": 16, "custom_text": True, "vision_cfg": _VISION, "text_cfg": _TEXT},
+    "timm": {
+        "embed_dim": 16,
+        "custom_text": True,
+        "init_logit_bias": -10,
+        "vision_cfg": _TIMM,
+        "text_cfg": _TEXT | {"proj_bias": True, "pool_type": "last", "no_causal_mask": True},
+    },
+    "CoCa": {
+        "embed_dim": 16,
+        "custom_text": True,
+        "multimodal_cfg": _DECODER,
+        "vision_cfg": _VISION | _POOLER | {"output_tokens": True},
+        "text_cfg": _TEXT | _COCA_TEXT,
+    },
+}
+PREPROCESS = {"size": 16, "mean": [0.5, 0.5, 0.5], "std": [0.25, 0.25, 0.25], "interpolation": "bilinear"}
+
+
+@pytest.fixture(params=[*CONFIGS, "hf"])
+def spec(request: pytest.FixtureRequest, tmp_path: Path) -> ModelSpec:
+    if request.param == "hf":
+        return ModelSpec("hf", _hf_config(tmp_path / "tower"), PREPROCESS)
+    return ModelSpec(request.param, CONFIGS[request.param], PREPROCESS)
+
+
+def _hf_config(folder: Path) -> dict[str, Any]:
+    """A BERT described by a folder, so that nothing is downloaded."""
+    from transformers import BertConfig
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    BertConfig(vocab_size=64, **sizes).save_pretrained(folder)
+    text = {"hf_model_name": str(folder), "hf_proj_type": "mlp", "hf_pooler_type": "mean_pooler"}
+    return {
+        "embed_dim": 16,
+        "vision_cfg": _VISION,
+        "text_cfg": text | {"context_length": 8, "vocab_size": 64},
+    }
+
+
+def _trained(spec: ModelSpec) -> nn.Module:
+    """A model whose scale and bias are no longer those that open_clip starts with."""
+    model = build(spec, seed=3).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape) * 0.05)
+    return model
+
+
+def _inputs(size: int) -> tuple[Tensor, Tensor]:
+    text = torch.randint(1, 60, (3, 8))
+    text[:, -1] = 63
+    return torch.randn(3, 3, size, size), text
+
+
+def _same_features(ours: nn.Module, theirs: nn.Module) -> None:
+    image, text = _inputs(theirs.visual.image_size[0])
+    with torch.no_grad():
+        encoded = ours.eval()(image, text)
+        theirs.eval()
+        pairs = (
+            (theirs.encode_image(image, normalize=True), encoded.image_features),
+            (theirs.encode_text(text, normalize=True), encoded.text_features),
+        )
+        for their_features, our_features in pairs:
+            torch.testing.assert_close(their_features, our_features, rtol=0, atol=1e-5)
+        assert torch.equal(theirs.logit_scale.exp().reshape(()), encoded.logit_scale)
+        if encoded.logit_bias is not None:
+            assert torch.equal(theirs.logit_bias.reshape(()), encoded.logit_bias)
+
+
+def _unread(model: nn.Module) -> dict[str, UnreadTensor]:
+    return {name: UnreadTensor.of(tensor) for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("format", ["safetensors", "pt", "hf"])
+def test_open_clip_opens_what_we_write(spec: ModelSpec, format: Any, tmp_path: Path) -> None:
+    model = _trained(spec)
+    out = tmp_path / "out" if format == "hf" else tmp_path / "out" / f"open_clip_model.{format}"
+    files = write_model(_unread(model), spec, out, format=format)
+    assert all(file.is_file() for file in files)
+    folder = tmp_path / "out"
+    theirs, _, preprocess = open_clip.create_model_and_transforms(
+        f"local-dir:{folder}", load_weights=format != "pt", pretrained_text=False
+    )
+    if format == "pt":  # open_clip looks for other endings in a folder; its users name the file
+        open_clip.load_checkpoint(theirs, str(out), strict=True)
+    assert "0.25" in str(preprocess)
+    _same_features(model, theirs)
+    kind = {"timm": "CustomTextCLIP", "hf": "CustomTextCLIP"}.get(spec.name, spec.name)
+    assert type(theirs).__name__ == kind
+
+
+def test_files_of_open_clip_open_here(spec: ModelSpec, tmp_path: Path) -> None:
+    config = tmp_path / "open_clip_config.json"
+    config.write_text(json.dumps({"model_cfg": spec.model_cfg, "preprocess_cfg": PREPROCESS}))
+    theirs = open_clip.create_model(f"local-dir:{tmp_path}", load_weights=False, pretrained_text=False)
+    bare, wrapped = tmp_path / "bare.pt", tmp_path / "epoch_1.pt"
+    torch.save(theirs.state_dict(), bare)
+    under_ddp = OrderedDict((f"module.{name}", value) for name, value in theirs.state_dict().items())
+    under_ddp["module.logit_scale"] = under_ddp["module.logit_scale"].reshape(1)
+    torch.save({"epoch": 1, "name": "run", "state_dict": under_ddp, "optimizer": {}}, wrapped)
+    for path in (bare, wrapped):
+        ours = build(spec)
+        ours.load_state_dict(read_weights(path))
+        _same_features(ours, theirs)
+
+
+def test_names_survive_the_way_out_and_back(spec: ModelSpec) -> None:
+    names = build(spec).state_dict()
+    back = from_open_clip(to_open_clip(names, spec.model_cfg))
+    assert list(back) == list(names)
+
+
+def test_dtype_of_the_file_leaves_the_scale_precise(tmp_path: Path) -> None:
+    spec = ModelSpec("CLIP", CONFIGS["CLIP"], PREPROCESS)
+    model = _trained(spec)
+    path = tmp_path / "half.safetensors"
+    write_model(_unread(model), spec, path, dtype=torch.bfloat16)
+    read = read_weights(path)
+    assert read["visual.proj"].dtype == torch.bfloat16
+    assert torch.equal(read["logit_scale"], model.logit_scale)
+
+
+class Planted:
+    """An object that no weights file of ours holds."""
+
+
+def test_b53_a_planted_object_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "weights.pt"
+    torch.save({"logit_scale": torch.tensor(1.0), "args": Planted()}, path)
+    with pytest.raises(UserError, match="Planted"):
+        read_file(path)
+
+
+def test_b53_every_file_written_loads_safely(tmp_path: Path) -> None:
+    spec = ModelSpec("CLIP", CONFIGS["CLIP"], PREPROCESS)
+    write_model(_unread(build(spec)), spec, tmp_path / "weights.pt", format="pt")
+    loaded = torch.load(tmp_path / "weights.pt", weights_only=True)
+    assert all(isinstance(value, Tensor) for value in loaded.values())
+
+
+def test_a_checkpoint_is_exported_from_its_run(spec: ModelSpec, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    spec.save(run / "model.json")
+    model = _trained(spec)
+    saver = Checkpoints(run / "checkpoints", CheckpointConfig(), distributed.current())
+    saver.save(64, TrainState(model, torch.optim.AdamW(model.parameters())))
+    saver.close()
+    export(run, tmp_path / "out", format="hf")
+    theirs, _, _ = open_clip.create_model_and_transforms(f"local-dir:{tmp_path / 'out'}")
+    _same_features(model, theirs)
+    assert (
+        json.loads((tmp_path / "out" / "open_clip_config.json").read_text())["preprocess_cfg"] == PREPROCESS
+    )
