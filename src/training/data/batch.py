@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ class Batch:
         the same number of micro-batches.
         """
         edges = [self.samples * part // parts for part in range(parts + 1)]
-        return [self._slice(start, stop) for start, stop in zip(edges, edges[1:], strict=False)]
+        return [self._slice(start, stop) for start, stop in pairwise(edges)]
 
     def _slice(self, start: int, stop: int) -> Batch:
         image_rows = (self.image_sample >= start) & (self.image_sample < stop)

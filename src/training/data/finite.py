@@ -34,7 +34,7 @@ Labelled = tuple[Tensor, Tensor]
 
 
 class FolderSource:
-    """A folder of one folder a class, as torchvision's ImageFolder: classes numbered by their names' order."""
+    """A folder of one folder a class, as torchvision's ImageFolder: classes numbered in order of name."""
 
     grain = 1
 

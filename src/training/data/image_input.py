@@ -31,8 +31,10 @@ class ImageInput:
     def from_preprocess_cfg(cls, values: dict[str, Any]) -> ImageInput:
         """From open_clip's `preprocess_cfg`; what that does not say is as OpenAI's models had it."""
         size = values.get("size", 224)
-        known = {k: values[k] for k in ("interpolation", "resize_mode") if values.get(k) is not None}
-        triples = {k: tuple(values[k]) for k in ("mean", "std") if values.get(k) is not None}
+        known: dict[str, Any] = {
+            k: values[k] for k in ("interpolation", "resize_mode") if values.get(k) is not None
+        }
+        triples: dict[str, Any] = {k: tuple(values[k]) for k in ("mean", "std") if values.get(k) is not None}
         return cls(size=(size, size) if isinstance(size, int) else tuple(size), **triples, **known)
 
 

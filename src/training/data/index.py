@@ -1,14 +1,16 @@
-"""Where the members of a tar shard lie: an index beside the shard, so that reading seeks instead of scanning."""
+"""Where a tar shard's members lie: an index beside the shard, so that reading seeks instead of scanning."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
 import tarfile
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +20,8 @@ from shardclip.errors import UserError
 VERSION = 1
 BESIDE = ".shardclip-index"
 """Name of the folder of indexes in a folder of shards."""
+
+META = re.compile(r"__[^/]*__($|/)")
 
 SampleKey = str
 """Which rule cuts a member's name into key and suffix: "first-dot" or "last-dot"."""
@@ -46,7 +50,7 @@ class ShardIndex:
         return len(self.keys)
 
     def members(self, wanted: tuple[str, ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Offset and size, each [N], of every sample's member of the first wanted suffix; -1 where none is."""
+        """Offset and size, each [N], of each sample's member of the first wanted suffix; -1 for none."""
         offset = np.full(len(self), -1, dtype=np.int64)
         size = np.full(len(self), -1, dtype=np.int64)
         for suffix in reversed(wanted):
@@ -57,12 +61,13 @@ class ShardIndex:
 
 
 def split_name(name: str, rule: SampleKey) -> tuple[str, str] | None:
-    """Key and lower-case suffix of a tar member's name; None for one without a suffix or hidden.
+    """Key and lower-case suffix of a tar member's name; None for one without a suffix, hidden, or of the
+    format's own (`__name__`).
 
     The WebDataset format cuts at the first dot of the base name; "last-dot" cuts at the last.
     """
     folder, slash, base = name.rpartition("/")
-    if base.startswith("."):
+    if base.startswith(".") or META.match(name):
         return None
     stem, dot, suffix = base.partition(".") if rule == "first-dot" else base.rpartition(".")
     if not dot or not stem or not suffix:
@@ -129,7 +134,9 @@ def _load(place: Path, fingerprint: NDArray[np.int64]) -> ShardIndex | None:
 
 def _store(index: ShardIndex, place: Path, fingerprint: NDArray[np.int64]) -> bool:
     """Write an index whole or not at all; whether it worked."""
-    fields = {name: np.asarray(getattr(index, name)) for name in ShardIndex.__dataclass_fields__}
+    fields: dict[str, Any] = {
+        name: np.asarray(getattr(index, name)) for name in ShardIndex.__dataclass_fields__
+    }
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=place.parent, delete=False) as file:
@@ -169,7 +176,7 @@ def shard_samples(paths: list[str], rule: SampleKey, first: int = 0) -> NDArray[
 
 
 def build_index(urls: str, rule: SampleKey = "first-dot") -> int:
-    """`shardclip index`: make the index of every local tar shard that `urls` (the form of --train-data) names.
+    """`shardclip index`: index every local tar shard that `urls` (the form of --train-data) names.
 
     Prints a line per source; exit code 0, or 1 if a shard is damaged (its whole members are indexed).
     """

@@ -134,10 +134,10 @@ def _no_such_shard(source: str, missing: list[str]) -> str:
         return f"no such shard: {source} holds no .tar file."
     folder = os.path.dirname(missing[0]) or "."
     if not os.path.isdir(folder):
-        return f"no such shard: {missing[0]} (the folder {folder} does not exist). Check --train-data / --val-data."
+        return f"no such shard: {missing[0]} (the folder {folder} does not exist)."
     names = sorted(os.listdir(folder))
     held = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "") if names else "nothing"
-    return f"no such shard: {missing[0]} (the folder {folder} holds {held}). Check --train-data / --val-data."
+    return f"no such shard: {missing[0]} (the folder {folder} holds {held})."
 
 
 def kind_of(shards: list[str], config: DataConfig) -> str:
@@ -149,8 +149,8 @@ def kind_of(shards: list[str], config: DataConfig) -> str:
     odd = [shard for shard in shards if is_local(shard) and not re.search(r"\.(tar|tar\.\w+|tgz)$", shard)]
     if odd and config.dataset_type == "auto":
         raise UserError(
-            f"what is {odd[0]}? A .tar shard, a .csv, .tsv or .parquet table, a folder or a .txt list of shards "
-            "is meant; --dataset-type says so where the name does not."
+            f"what is {odd[0]}? A .tar shard, a .csv, .tsv or .parquet table, a folder or a .txt list of "
+            "shards is meant; --dataset-type says so where the name does not."
         )
     return "tar" if all(is_local(shard) and is_tar(shard) for shard in shards) else "stream"
 
@@ -190,7 +190,7 @@ def factors_of(config: DataConfig, sources: int) -> list[float]:
         factors = []
     if len(factors) != sources or min(factors) < 0 or sum(factors) <= 0:
         raise UserError(
-            f"--train-data-upsampling-factors {text!r} needs a number >= 0 for each of the {sources} sources of "
-            "--train-data, joined by `::`, not all of them 0."
+            f"--train-data-upsampling-factors {text!r} needs a number >= 0 for each of the {sources} sources "
+            "of --train-data, joined by `::`, not all of them 0."
         )
     return factors

@@ -1,8 +1,9 @@
-"""One stream of a run over sources that can be read in any order: seeks, never ends, resumes from integers."""
+"""The streams of a run over sources read by seeking: they never end, and resume from a few integers."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -13,6 +14,10 @@ from shardclip.training.data.order import BLOCK, Position, Runs, block_order, ep
 from shardclip.training.data.sources import RawSample, Source
 
 Integers = NDArray[np.int64]
+
+
+Located = tuple[Source, int, object]
+"""(source, shard, what the source's `fetch` needs)."""
 
 
 class Stream(Protocol):
@@ -26,6 +31,30 @@ class Stream(Protocol):
 
     def position(self) -> list[int]:
         """Where the stream stands after the sample last taken."""
+
+
+class Data(Protocol):
+    """The data of a run, cut into streams."""
+
+    seed: int
+    streams: int
+
+    @property
+    def samples(self) -> int:
+        """Samples of an epoch."""
+
+    @property
+    def distinct(self) -> int:
+        """Samples that there are, as far as is known."""
+
+    def fingerprint(self) -> list[int]:
+        """What must not change under a run that is resumed."""
+
+    def found(self) -> str:
+        """What the sources offer, in words."""
+
+    def stream(self, number: int, position: list[int] | None, reading: Callable[[str], None]) -> Stream:
+        """One of the streams, at a position; `reading` is told each shard that is turned to."""
 
 
 @dataclass
@@ -45,6 +74,8 @@ class SeekingData:
     sources: list[Source]
     factors: list[float]
     seed: int
+    streams: int
+    """S, the streams that the run is cut into."""
     resampled: bool = False
     _runs: list[Runs] = field(default_factory=list)
     _plans: OrderedDict[int, EpochPlan] = field(default_factory=OrderedDict)
@@ -70,6 +101,16 @@ class SeekingData:
             for value in (int(source.shard_samples.sum()), len(source.shard_samples), len(runs.shard))
         ]
 
+    def found(self) -> str:
+        """What the sources offer, for the message that nothing of it is usable."""
+        return "; ".join(f"{source.name}: {source.found()}" for source in self.sources)
+
+    def stream(
+        self, number: int, position: list[int] | None, reading: Callable[[str], None]
+    ) -> SeekingStream:
+        """One of the run's streams, at a position."""
+        return SeekingStream(self, number, Position(*position) if position else Position(), reading)
+
     def plan(self, epoch: int) -> EpochPlan:
         """The order of an epoch (the last few are kept: streams need not stand in the same one)."""
         if epoch not in self._plans:
@@ -84,7 +125,7 @@ class SeekingData:
                 self._plans.popitem(last=False)
         return self._plans[epoch]
 
-    def entries(self, plan: EpochPlan, start: int, stop: int) -> list[tuple[Source, object]]:
+    def entries(self, plan: EpochPlan, start: int, stop: int) -> list[Located]:
         """What lies at the places [start, stop) of an epoch's sequence, in order."""
         first, last = np.searchsorted(plan.ends, [start, stop - 1], side="right")
         pieces: dict[tuple[int, int], list[tuple[int, Integers]]] = {}
@@ -95,13 +136,13 @@ class SeekingData:
             low, high = max(start, begin), min(stop, int(plan.ends[row]))
             numbers = np.arange(low - begin, high - begin) + runs.first[run]
             pieces.setdefault((source, int(runs.shard[run])), []).append((low - start, numbers))
-        found: list[tuple[Source, object] | None] = [None] * (stop - start)
+        found: list[Located | None] = [None] * (stop - start)
         for (number, shard), parts in pieces.items():
             source_ = self.sources[number]
             located = iter(source_.locate(shard, np.concatenate([numbers for _, numbers in parts])))
             for place, numbers in parts:
                 for offset in range(len(numbers)):
-                    found[place + offset] = (source_, next(located))
+                    found[place + offset] = (source_, shard, next(located))
         return [entry for entry in found if entry is not None]
 
 
@@ -112,15 +153,15 @@ class SeekingStream:
         self,
         data: SeekingData,
         number: int,
-        streams: int,
-        position: list[int] | None = None,
+        position: Position,
+        reading: Callable[[str], None],
     ) -> None:
         self.number = number
         self._data = data
-        self._streams = streams
-        self._at = Position(*position) if position else Position()
+        self._at = position
+        self._reading = reading
         self._block: tuple[int, int] | None = None
-        self._entries: list[tuple[Source, object]] = []
+        self._entries: list[Located] = []
 
     def position(self) -> list[int]:
         """Epoch, samples before it, samples of its share taken, place in the stream."""
@@ -133,7 +174,8 @@ class SeekingStream:
         block, within = divmod(at.taken, BLOCK)
         if self._block != (at.epoch, block):
             self._load_block(block, start, stop)
-        source, entry = self._entries[within]
+        source, shard, entry = self._entries[within]
+        self._reading(source.shard_name(shard))
         raw = source.fetch(entry)
         self._at = replace(at, taken=at.taken + 1, place=at.place + 1)
         return raw, at.place
@@ -143,7 +185,7 @@ class SeekingStream:
         while True:
             at = self._at
             samples = self._data.plan(at.epoch).samples
-            start, stop = share(samples, at.before, self.number, self._streams)
+            start, stop = share(samples, at.before, self.number, self._data.streams)
             if at.taken < stop - start:
                 return start, stop
             self._at = Position(at.epoch + 1, at.before + samples, 0, at.place)

@@ -108,8 +108,8 @@ class TarSource:
         for suffix, key in suffixes.items():
             if suffix not in wanted and suffix.rpartition(".")[2] in wanted and self.rule == "first-dot":
                 return (
-                    f". The member {key}.{suffix} is cut at the first dot of its name, as the format rules, into "
-                    f"the key {key!r} and the suffix {suffix!r}; --sample-key last-dot cuts at the last"
+                    f". The member {key}.{suffix} is cut at the first dot of its name, as the format rules, "
+                    f"into the key {key!r} and the suffix {suffix!r}; --sample-key last-dot cuts at the last"
                 )
         return ""
 

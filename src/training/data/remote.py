@@ -1,0 +1,165 @@
+"""Shards that can only be read from the front (pipe:, http, s3, compressed): opened, retried, checked."""
+
+from __future__ import annotations
+
+import logging
+import tarfile
+import time
+from collections.abc import Iterator
+from typing import Protocol
+
+from shardclip.errors import UserError
+from shardclip.training.data.index import SampleKey, split_name
+from shardclip.training.data.sources import RawSample, is_local
+
+log = logging.getLogger(__name__)
+
+END_MARK = bytes(1024)
+"""A tar file ends with two blocks of zeros."""
+OPENED_BY_WEBDATASET = ("pipe:", "http://", "https://", "ais://", "sftp://", "ftps://", "scp://", "hf://")
+
+
+class Incomplete(OSError):
+    """A shard whose end did not arrive."""
+
+
+class Readable(Protocol):
+    """An open binary stream."""
+
+    def read(self, size: int = -1, /) -> bytes:
+        """Up to `size` bytes, none at the end."""
+
+    def close(self) -> None:
+        """Let go of it."""
+
+
+class Checked:
+    """Passes a stream on and remembers its last bytes, so that a missing end is noticed."""
+
+    def __init__(self, stream: Readable) -> None:
+        self._stream = stream
+        self._tail = b""
+        self._head = b""
+
+    def read(self, size: int = -1) -> bytes:
+        """The next bytes of the stream."""
+        content = self._stream.read(size)
+        if len(self._head) < 2:
+            self._head = (self._head + content)[:2]
+        self._tail = content[-1024:] if len(content) >= 1024 else (self._tail + content)[-1024:]
+        return content
+
+    def finish(self) -> None:
+        """Read what is left and close.
+
+        Raises:
+            Incomplete: the tar's end mark is not there. (That of a compressed tar is its own to check.)
+            OSError: the command or the connection reports a failure.
+        """
+        while self.read(2**16):
+            pass
+        self._stream.close()
+        compressed = self._head in (b"\x1f\x8b", b"BZ", b"\xfd7")
+        if not compressed and self._tail != END_MARK:
+            raise Incomplete("the shard is cut short: its end mark is missing")
+
+
+def open_stream(url: str) -> Readable:
+    """An open stream of a local or remote file or of a `pipe:` command's output.
+
+    Raises:
+        UserError: a package that the protocol needs is not installed.
+        OSError: it cannot be opened.
+    """
+    if url.startswith(OPENED_BY_WEBDATASET):
+        from webdataset.gopen import gopen
+
+        return gopen(url, "rb")
+    if is_local(url):
+        return open(url.removeprefix("file://"), "rb")
+    import fsspec
+
+    try:
+        return fsspec.open(url, "rb", block_size=2**23, cache_type="readahead").open()
+    except ImportError as error:
+        raise UserError(f"{url} cannot be read: {error}.") from error
+
+
+class RemoteShard:
+    """The samples of one shard in the order in which they lie there."""
+
+    def __init__(
+        self, url: str, wanted: dict[str, tuple[str, ...]], rule: SampleKey, retries: int, pause: float = 1.0
+    ) -> None:
+        self.url = url
+        self._wanted = wanted
+        self._rule = rule
+        self._retries = retries
+        self._pause = pause
+        self._roles = {suffix: role for role, names in wanted.items() for suffix in reversed(names)}
+        self.suffixes: dict[str, None] = {}
+        """Suffixes met so far, in order."""
+        self.failure = ""
+        """Why the last reading failed."""
+
+    def samples(self, first: int = 0) -> Iterator[RawSample]:
+        """The samples from number `first` on. After a failure the shard is opened again and gone on with;
+        if that does not help, a last sample with a `problem` stands for what is missing."""
+        done = first
+        for attempt in range(self._retries + 1):
+            try:
+                for number, raw in enumerate(self._read()):
+                    if number >= done:
+                        done = number + 1
+                        yield raw
+                return
+            except UserError:
+                raise
+            except (OSError, EOFError, tarfile.TarError, ValueError) as error:
+                self.failure = str(error)
+                log.warning("%s: %s (attempt %d of %d)", self.url, error, attempt + 1, self._retries + 1)
+                if isinstance(error, FileNotFoundError):
+                    break
+                if attempt < self._retries:
+                    time.sleep(self._pause * 2**attempt)
+        yield RawSample(short_name(self.url), problem="shard cannot be read to its end")
+
+    def _read(self) -> Iterator[RawSample]:
+        """One reading from the front. webdataset iterates over the tar and groups its members."""
+        from webdataset.tariterators import group_by_keys, tar_file_expander
+
+        stream = Checked(open_stream(self.url))
+        files = tar_file_expander([{"url": self.url, "stream": stream}], select_files=self._select)
+        for sample in group_by_keys(files, keys=self._split, handler=_note):
+            raw = RawSample(f"{short_name(self.url)}:{sample['__key__']}")
+            for role, suffixes in self._wanted.items():
+                found = [sample[suffix] for suffix in suffixes if suffix in sample]
+                if found:
+                    raw.parts[role] = found[0]
+            yield raw
+        stream.finish()
+
+    def _select(self, name: str) -> bool:
+        """Whether a member is read at all."""
+        split = split_name(name, self._rule)
+        if split is not None and len(self.suffixes) < 100:
+            self.suffixes.setdefault(split[1])
+        return split is not None and split[1] in self._roles
+
+    def _split(self, name: str) -> tuple[str, str]:
+        split = split_name(name, self._rule)
+        assert split is not None
+        return split
+
+
+def _note(error: Exception) -> bool:
+    """webdataset's handler for two members of one name: say so and go on with the next."""
+    if not isinstance(error, ValueError):
+        raise error
+    log.warning("%s", error.args[0] if error.args else error)
+    return True
+
+
+def short_name(url: str) -> str:
+    """A shard's name for keys and messages: the last part of its path, of a command its end."""
+    return url[-60:] if url.startswith("pipe:") else url.rsplit("/", 1)[-1]

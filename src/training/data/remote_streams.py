@@ -1,0 +1,247 @@
+"""One stream of a run over shards that can only be read from their front.
+
+Whole shards are dealt to the streams: those of an epoch are permuted by (seed, epoch), and the q-th of the
+endless sequence goes to stream q mod S. With fewer shards than streams each shard is read by several
+streams, which share its samples out by turns. Blocks are shuffled as in `streams.py`, but held in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardclip.errors import UserError
+from shardclip.training.data.index import SampleKey
+from shardclip.training.data.order import BLOCK, block_order, epoch_runs
+from shardclip.training.data.remote import RemoteShard, open_stream, short_name
+from shardclip.training.data.sources import RawSample
+
+log = logging.getLogger(__name__)
+
+BLOCK_BYTES = 64 * 2**20
+"""A block ends when its samples take this many bytes, however few they are."""
+
+GIVE_UP = 3
+"""Shards in a row of which nothing could be read."""
+
+
+@dataclass
+class RemoteData:
+    """All shards of a run, and the order in which they are met."""
+
+    shards: list[list[str]]
+    """[sources][shards] addresses."""
+    factors: list[float]
+    seed: int
+    streams: int
+    wanted: dict[str, tuple[str, ...]]
+    rule: SampleKey
+    retries: int
+    resampled: bool = False
+    counted: int | None = None
+    """Samples of all shards, where something says so."""
+    _suffixes: dict[str, None] = field(default_factory=dict)
+
+    @property
+    def parts(self) -> int:
+        """Streams that read each shard."""
+        return -(-self.streams // sum(len(shards) for shards in self.shards))
+
+    @property
+    def samples(self) -> int:
+        """Samples of one epoch.
+
+        Raises:
+            UserError: nothing tells it.
+        """
+        if self.counted is None:
+            raise UserError(
+                "how many samples the remote shards hold is not known: give --train-num-samples, or put a "
+                'sizes.json ({"00000.tar": 10000, ...}) beside the shards.'
+            )
+        return self.counted
+
+    @property
+    def distinct(self) -> int:
+        """Samples that there are, as far as is known."""
+        return self.counted or 2**62
+
+    def fingerprint(self) -> list[int]:
+        """What must not change under a run that is resumed: the number of shards of each source."""
+        return [len(shards) for shards in self.shards]
+
+    def found(self) -> str:
+        """Suffixes found so far and wanted."""
+        wanted = "; ".join(f"{role}: {', '.join(names)}" for role, names in self.wanted.items())
+        return f"suffixes found: {', '.join(self._suffixes) or 'none'}; suffixes wanted: {wanted}"
+
+    def units(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The epoch's (source, shard * parts + part) in order."""
+        counts = [len(shards) * self.parts for shards in self.shards]
+        return epoch_runs(counts, self.factors, self.seed, epoch, self.resampled)
+
+    def shard(self, source: int, unit: int) -> RemoteShard:
+        """The shard that a unit is (a part of)."""
+        shard = RemoteShard(self.shards[source][unit // self.parts], self.wanted, self.rule, self.retries)
+        shard.suffixes = self._suffixes
+        return shard
+
+    def stream(self, number: int, position: list[int] | None, reading: Callable[[str], None]) -> RemoteStream:
+        """One of the run's streams, at a position."""
+        return RemoteStream(self, number, RemotePosition(*position) if position else None, reading)
+
+
+@dataclass
+class RemotePosition:
+    """Where a stream stands: the start of its block, and how far it is in it."""
+
+    epoch: int = 0
+    before: int = 0
+    """Units of all epochs before this one."""
+    unit: int = 0
+    """Place of the block's first unit in the epoch's order."""
+    offset: int = 0
+    """Samples of that unit's shard that lie before the block."""
+    blocks: int = 0
+    """Blocks that lie behind."""
+    within: int = 0
+    """Samples of the block that were taken."""
+    place: int = 0
+    """Samples that the stream has read since the run's first start."""
+
+    def integers(self) -> list[int]:
+        """The position as a checkpoint holds it."""
+        return [self.epoch, self.before, self.unit, self.offset, self.blocks, self.within, self.place]
+
+
+class RemoteStream:
+    """One of the S streams that `data` is cut into."""
+
+    def __init__(
+        self,
+        data: RemoteData,
+        number: int,
+        position: RemotePosition | None,
+        reading: Callable[[str], None],
+    ) -> None:
+        self.number = number
+        self._data = data
+        self._at = position or RemotePosition()
+        self._reading = reading
+        self._next = self._samples(self._at)
+        self._block: list[RawSample] = []
+        self._after = self._at
+        if self._at.within:
+            self._fill()
+
+    def position(self) -> list[int]:
+        """See `RemotePosition`."""
+        return self._at.integers()
+
+    def take(self) -> tuple[RawSample, int]:
+        """The next sample and its place in the stream."""
+        if self._at.within >= len(self._block):
+            if self._block:
+                place = self._at.place
+                self._at = self._after
+                self._at.place = place
+            self._fill()
+        raw = self._block[self._at.within]
+        place = self._at.place
+        self._at = RemotePosition(*self._at.integers())
+        self._at.within += 1
+        self._at.place += 1
+        return raw, place
+
+    def _fill(self) -> None:
+        """Read the block that begins at the position, and note where the next one begins."""
+        block: list[RawSample] = []
+        size = 0
+        while len(block) < BLOCK and size < BLOCK_BYTES:
+            raw, self._after = next(self._next)
+            block.append(raw)
+            size += sum(len(part) for part in raw.parts.values())
+        order = block_order(len(block), self._data.seed, self.number, self._at.epoch, self._at.blocks)
+        self._after.blocks = self._at.blocks + 1
+        self._block = [block[place] for place in order]
+
+    def _samples(self, start: RemotePosition) -> Iterator[tuple[RawSample, RemotePosition]]:
+        """This stream's samples from a block's start on, each with the position after it."""
+        epoch, before, first, offset = start.epoch, start.before, start.unit, start.offset
+        unreadable = 0
+        while True:
+            source, unit = self._data.units(epoch)
+            for row in range(first, len(unit)):
+                if (before + row) % self._data.streams != self.number:
+                    continue
+                shard = self._data.shard(int(source[row]), int(unit[row]))
+                self._reading(shard.url)
+                part = int(unit[row]) % self._data.parts
+                for number, raw in enumerate(shard.samples(offset), start=offset):
+                    unreadable = unreadable + 1 if raw.problem is not None and number == offset else 0
+                    if unreadable == GIVE_UP:
+                        raise UserError(
+                            f"{GIVE_UP} remote shards in a row could not be read, the last of them "
+                            f"{shard.url}: {shard.failure}"
+                        )
+                    if number % self._data.parts == part or raw.problem is not None:
+                        yield raw, RemotePosition(epoch, before, row, number + 1)
+                offset = 0
+            epoch, before, first = epoch + 1, before + len(unit), 0
+
+
+def count(shards: list[list[str]]) -> int | None:
+    """Samples of all shards by the `sizes.json` of their folders or img2dataset's `_stats.json`; None if
+    neither tells it for every shard."""
+    sizes: dict[str, dict[str, int]] = {}
+    total = 0
+    for url in (url for source in shards for url in source):
+        if url.startswith("pipe:"):
+            return None
+        folder, _, name = url.rpartition("/")
+        if folder not in sizes:
+            sizes[folder] = _json(f"{folder}/sizes.json")
+        samples = sizes[folder].get(name)
+        if samples is None:
+            samples = _json(f"{url.removesuffix('.tar')}_stats.json").get("successes")
+        if samples is None:
+            return None
+        total += int(samples)
+    return total
+
+
+def _json(url: str) -> dict[str, int]:
+    """A remote JSON object; empty if it is not there."""
+    try:
+        stream = open_stream(url)
+        content = stream.read()
+        stream.close()
+        found = json.loads(content)
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def say_how_dealt(data: RemoteData) -> None:
+    """The line that tells how shards reach the streams."""
+    shards = sum(len(source) for source in data.shards)
+    if data.parts > 1:
+        log.warning(
+            "%d remote shards for %d streams: each shard is read %d times an epoch, by streams that share "
+            "out its samples. More shards or fewer --streams read less.",
+            shards,
+            data.streams,
+            data.parts,
+        )
+    else:
+        log.info(
+            "%d remote shards are dealt whole to %d streams (%s ..)",
+            shards,
+            data.streams,
+            short_name(data.shards[0][0]),
+        )
