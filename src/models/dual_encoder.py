@@ -1,5 +1,6 @@
 """The one module that is trained, and the one door to its parameters: `DualEncoder.forward`."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -69,23 +70,34 @@ class DualEncoder(nn.Module):
             with torch.no_grad():
                 self.logit_scale.clamp_(*clamp_scale)
         caption_logits = None
-        with torch.autocast(self.logit_scale.device.type, self.compute_dtype, self.compute_dtype is not None):
+        with self._computing():
             image_features, image_tokens = _encode(self.visual, image)
             text_features, text_tokens = _encode(self.text, text)
             if caption_pairs is not None:
                 image_rows, text_rows = caption_pairs
                 caption_logits = self.text_decoder(image_tokens[image_rows], text_tokens[text_rows, :-1])
         return Encoded(
-            image_features, text_features, self.logit_scale.exp(), self.logit_bias, caption_logits
+            image_features=None if image_features is None else _normalise(image_features),
+            text_features=None if text_features is None else _normalise(text_features),
+            logit_scale=self.logit_scale.exp(),
+            logit_bias=self.logit_bias,
+            caption_logits=caption_logits,
         )
+
+    def _computing(self) -> AbstractContextManager[object]:
+        if self.compute_dtype is None:
+            return nullcontext()
+        return torch.autocast(self.logit_scale.device.type, self.compute_dtype)
 
 
 def _encode(tower: nn.Module, inputs: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Normalised fp32 features, and the token embeddings that captioning towers return beside them."""
+    """Features, and the token embeddings that captioning towers return beside them."""
     if inputs is None:
         return None, None
     outputs = tower(inputs)
-    features, tokens = outputs if isinstance(outputs, tuple) else (outputs, None)
-    # Normalised in fp32 whatever the tower computes in: bf16 unit vectors are off by up to 4e-3 in length.
-    with torch.autocast(features.device.type, enabled=False):
-        return F.normalize(features.float(), dim=-1), tokens
+    return outputs if isinstance(outputs, tuple) else (outputs, None)
+
+
+def _normalise(features: Tensor) -> Tensor:
+    # In fp32 whatever the tower computes in: bf16 unit vectors are off by up to 4e-3 in length.
+    return F.normalize(features.float(), dim=-1)

@@ -135,8 +135,9 @@ def start_run(config: TrainConfig, folder: Path, processes: Processes) -> Run:
         lock(model, config.lock)
         plan = plan_parameters(model, config.optimizer)
         objective = Objective(config.objective, spec)
-    flops = forward_flops(model, _size(spec), tokenize([""]).shape[1])
+    flops = None
     if processes.is_primary:
+        flops = forward_flops(model, _size(spec), tokenize([""]).shape[1])
         _report(spec, model, plan, flops)
     with phase("engine"), processes.together("laying the model over the processes"):
         engine = parallelize(model, config.parallel, processes, source=source, blank_text=tokenize([""]))
@@ -205,7 +206,7 @@ def _report(spec: ModelSpec, model: DualEncoder, plan: Any, flops: int | None) -
         "unknown" if flops is None else f"{flops:,}",
     )
     for row in trainable_table(model):
-        log.info("%s", row)
+        log.info("group %-44s %15s trainable %15s frozen", row.group, f"{row.trainable:,}", f"{row.frozen:,}")
     for name, tensors, numbers in plan.table():
         log.info("parameters %-28s %6d tensors %15s numbers", name, tensors, f"{numbers:,}")
     log.debug("every parameter's group:\n%s", plan.listing())

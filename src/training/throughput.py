@@ -33,7 +33,7 @@ def forward_flops(model: DualEncoder, image_size: tuple[int, int], context_lengt
     rows = torch.zeros(1, dtype=torch.int64, device="meta")
     pairs = (rows, rows) if hasattr(model, "text_decoder") else None
     try:
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
+        with torch.device("meta"), FlopCounterMode(display=False) as counter:
             model(image, text, caption_pairs=pairs)
     except (NotImplementedError, RuntimeError):
         # A tower that looks at values (a mask of padding, say) has none to look at on the meta device.
