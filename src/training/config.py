@@ -68,14 +68,16 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
-class _TrainCommand(TrainConfig):
+class TrainCommand(TrainConfig):
+    """With the flags that start processes: what `shardclip train --help` shows."""
+
     launch: LaunchConfig = field(default_factory=LaunchConfig)
 
 
 def show_help() -> None:
     """Print the flags of `shardclip train`, those that start processes included."""
     parsing.show_help(
-        _TrainCommand,
+        TrainCommand,
         "shardclip train",
         "Train a CLIP-like model. --config FILE reads settings from YAML (a run's config.yaml too); flags go "
         "over it. open_clip's flag names are accepted.",
