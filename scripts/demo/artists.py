@@ -30,9 +30,9 @@ class Artists:
 
     def draw(self, artist: str, concept: Concept) -> Image.Image | None:
         """RGB, PIXELS x PIXELS."""
-        return {"twemoji": self._draw_twemoji, "openmoji": self._draw_openmoji, "noto": self._draw_noto}[artist](
-            concept
-        )
+        return {"twemoji": self._draw_twemoji, "openmoji": self._draw_openmoji, "noto": self._draw_noto}[
+            artist
+        ](concept)
 
     def _draw_twemoji(self, concept: Concept) -> Image.Image | None:
         name = self._twemoji_files.get(concept.key)

@@ -44,7 +44,7 @@ class Concept:
 
     @property
     def family(self) -> str:
-        """Equal for drawings that are near-duplicates of each other: the key without gender, skin and direction."""
+        """Equal for emoji that are drawn almost alike: the key without gender, skin tone and direction."""
         kept = (GENDERED.get(point, point) for point in self.code_points if point not in NOT_FAMILY)
         return "-".join(f"{point:x}" for point in kept) or self.key
 

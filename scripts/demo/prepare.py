@@ -10,8 +10,9 @@ WebDataset shards:
     data/emoji/{train,validation,test}/{0..n}.tar      members KEY.png, KEY.txt, KEY.cls, KEY.json
     data/emoji/{train,validation,test}/nshards.txt
 
-`txt` holds the name, `cls` the group's index, and `json` all captions (list "captions"), of which training
-draws one at each visit. The same versions of the packages give the same bytes.
+`txt` holds the name, `cls` the group's index, `json` the list "captions": the name, and in train also the group
+and the name with each keyword, of which one is drawn at each visit. The same versions of the packages give the
+same bytes.
 """
 
 import argparse
@@ -63,7 +64,8 @@ def _write_split(folder: Path, samples: list[Sample], groups: list[str], artists
     folder.mkdir(exist_ok=True)
     (folder / "nshards.txt").write_text(f"{shards}\n", encoding="utf-8")
     return sum(
-        _write_shard(folder / f"{shard}.tar", samples[shard::shards], groups, artists) for shard in range(shards)
+        _write_shard(folder / f"{shard}.tar", samples[shard::shards], groups, artists)
+        for shard in range(shards)
     )
 
 
@@ -82,10 +84,11 @@ def _write_shard(file: Path, samples: Iterable[Sample], groups: list[str], artis
 
 
 def _members(concept: Concept, artist: str, picture: Image.Image, groups: list[str]) -> dict[str, bytes]:
+    split = split_of(concept, artist)
     png = io.BytesIO()
     picture.save(png, "png")
     record = {
-        "captions": concept.captions,
+        "captions": concept.captions if split == "train" else [concept.name],
         "artist": artist,
         "concept": concept.key,
         "family": concept.family,

@@ -1,0 +1,45 @@
+# Each target works from a fresh clone; ENGINE=none|ddp|fsdp chooses how `make train` shares out the model.
+
+PYTHON ?= python3
+ENGINE ?= fsdp
+RUN = runs/emoji-$(ENGINE)
+DATA = data/emoji
+BIN = .venv/bin
+VENV = $(BIN)/.installed
+
+ENGINE_FLAGS_none =
+ENGINE_FLAGS_ddp = --nproc 2 --ddp
+ENGINE_FLAGS_fsdp = --nproc 2 --fsdp
+
+.PHONY: venv data train test test-all lint
+
+venv: $(VENV)
+
+$(VENV): setup.py constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,demo]'
+	touch $@
+
+data: $(DATA)/.prepared
+
+$(DATA)/.prepared: $(VENV) scripts/demo/prepare.py scripts/demo/concepts.py scripts/demo/artists.py
+	$(BIN)/python scripts/demo/prepare.py --out $(DATA)
+	touch $@
+
+train: $(VENV) $(DATA)/.prepared
+	rm -rf $(RUN)
+	$(BIN)/shardclip train $(ENGINE_FLAGS_$(ENGINE)) --config scripts/demo/emoji.yaml --name emoji-$(ENGINE)
+	$(BIN)/python scripts/demo/report.py $(RUN) --data $(DATA)
+
+test: $(VENV)
+	$(BIN)/python -m pytest -m 'not long and not gpu'
+
+test-all: $(VENV)
+	$(BIN)/python -m pytest
+
+# A type checker finds the package by its folder's name, so it is shown one that is called shardclip.
+lint: $(VENV)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	mkdir -p .typecheck && ln -sfn ../src .typecheck/shardclip
+	MYPYPATH=.typecheck $(BIN)/mypy -p shardclip
