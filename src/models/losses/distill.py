@@ -14,16 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardclip.models.losses.gather import GlobalBatch, raised
+from shardclip.models.losses.normalisers import Normalisers
 from shardclip.models.losses.sigmoid import softplus
-from shardclip.models.losses.tiles import (
-    GradientSums,
-    Logits,
-    Tile,
-    exact,
-    log_normalisers,
-    probabilities,
-    tiles_of,
-)
+from shardclip.models.losses.tiles import GradientSums, Logits, Tile, exact, tiles_of
 
 Kind = Literal["softmax", "sigmoid"]
 
@@ -95,16 +88,16 @@ def _softmax_student(
     def log_judgement(tile: Tile) -> Tensor:
         return judge(tile) if teacher_kind == "softmax" else F.logsigmoid(judge(tile))
 
-    normalisers = log_normalisers(batch, student, size)
-    student_sums = batch.exchange(*normalisers.of_pairs(batch))
-    teacher_sums = batch.exchange(*log_normalisers(batch, log_judgement, size).of_pairs(batch))
-    value = normalisers.sum_of_pairs(batch)
+    normalisers = Normalisers(batch, student, size)
+    learner = normalisers.exchange(only_pairs=True)
+    teacher = Normalisers(batch, log_judgement, size).exchange(only_pairs=True)
+    value = normalisers.over_pairs(0.0)
     for tile in tiles_of(batch, size, columns=sums.needs.texts):
         logits = student(tile)
-        judgement = probabilities(log_judgement(tile), tile, *teacher_sums)
+        judgement = teacher.probabilities(log_judgement(tile), tile)
         if tile.own_images is not None:
             value -= (judgement * logits).sum()
-        sums.add(tile, probabilities(logits, tile, *student_sums).sub_(judgement))
+        sums.add(tile, learner.probabilities(logits, tile).sub_(judgement))
     return value
 
 
@@ -130,6 +123,5 @@ def _judgement_of_sigmoid(judge: Logits) -> Callable[[Tile], Tensor]:
 
 
 def _judgement_of_softmax(judge: Logits, size: int) -> Callable[[Tile], Tensor]:
-    normalisers = log_normalisers(judge.batch, judge, size)
-    teacher_sums = judge.batch.exchange(normalisers.images, normalisers.texts)
-    return lambda tile: probabilities(judge(tile), tile, *teacher_sums).div_(2)
+    teacher = Normalisers(judge.batch, judge, size).exchange(only_pairs=False)
+    return lambda tile: teacher.probabilities(judge(tile), tile).div_(2)

@@ -66,7 +66,7 @@ class GlobalBatch:
         return 1 / self.pairs if self.pairs else 0.0
 
     def exchange(self, image_values: Tensor, text_values: Tensor) -> tuple[Tensor, Tensor]:
-        """One value per own image [I] and own text [T] -> those of all ranks, [N_i] and [N_t]."""
+        """Values of the own images [I, k] and texts [T, k] -> those of all ranks, [N_i, k] and [N_t, k]."""
         sizes = [i + t for i, t in zip(self.image_counts, self.text_counts, strict=True)]
         gathered = _gather_rows(torch.cat([image_values, text_values]), sizes, self.group)
         ranks = gathered.split(sizes)

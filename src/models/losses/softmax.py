@@ -7,19 +7,11 @@ https://arxiv.org/abs/1807.03748.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from shardclip.models.losses.gather import GlobalBatch, raised
-from shardclip.models.losses.tiles import (
-    GradientSums,
-    Logits,
-    PairsInTile,
-    exact,
-    log_normalisers,
-    probabilities,
-    tiles_of,
-)
+from shardclip.models.losses.normalisers import Normalisers
+from shardclip.models.losses.tiles import GradientSums, Logits, PairsInTile, exact, tiles_of
 
 
 def softmax_contrastive(
@@ -35,7 +27,7 @@ def softmax_contrastive(
     """The mean over pairs of -(log softmax over texts + log softmax over images) / 2, of the global batch.
 
     Images and texts without the other side are further negatives. Without any pair the loss and its gradients
-    are 0. Every rank of `batch.group` must call it (two collectives: 1 + 1 float per sample, 3 floats).
+    are 0. Every rank of `batch.group` must call it (two collectives: 2 floats per image and text, 3 floats).
 
     Args:
         image_features: [I, D], as given to `gather`; its gradient is complete, not a share of it.
@@ -55,11 +47,11 @@ def softmax_contrastive(
     sums = GradientSums(batch, image_features, text_features, logit_scale)
     with exact(image_features.device):
         logits = Logits(batch, raised(logit_scale), mask_duplicates=mask_duplicates)
-        normalisers = log_normalisers(batch, logits, tile)
-        value = normalisers.sum_of_pairs(batch) - 2 * normalisers.pairs.sum(dtype=torch.float64)
-        image_sums, text_sums = batch.exchange(*normalisers.of_pairs(batch))
+        normalisers = Normalisers(batch, logits, tile)
+        value = normalisers.over_pairs(normalisers.pairs)
+        softmaxes = normalisers.exchange(only_pairs=True)
         for place in tiles_of(batch, tile, rows=sums.needs.images, columns=sums.needs.texts):
-            slopes = probabilities(logits(place), place, image_sums, text_sums)
+            slopes = softmaxes.probabilities(logits(place), place)
             if place.may_hold_pairs:
                 PairsInTile.of(batch, place).add(slopes, -2.0)
             sums.add(place, slopes)

@@ -10,7 +10,7 @@ sums over the global batch (the loss, the gradients of scale and bias) are taken
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -115,54 +115,6 @@ class PairsInTile:
         """Add [p] `values` to the entries at the pairs, in place."""
         changes = torch.where(self.inside, values, 0.0).to(matrix.dtype)
         matrix.index_put_((self.rows, self.columns), changes, accumulate=True)
-
-
-class Normalisers(NamedTuple):
-    """Log-sum-exp of the logits of a rank's images and texts."""
-
-    images: Tensor
-    """[I]: over all texts."""
-    texts: Tensor
-    """[T]: over all images."""
-    pairs: Tensor
-    """[p]: the logits of the rank's pairs, read from the same tiles."""
-
-    def of_pairs(self, batch: GlobalBatch) -> tuple[Tensor, Tensor]:
-        """`images` and `texts` with inf for those without the other side: their probabilities become 0."""
-        images, texts = torch.full_like(self.images, torch.inf), torch.full_like(self.texts, torch.inf)
-        rows, columns = batch.pair_images - batch.image_start, batch.pair_texts - batch.text_start
-        images[rows], texts[columns] = self.images[rows], self.texts[columns]
-        return images, texts
-
-    def sum_of_pairs(self, batch: GlobalBatch) -> Tensor:
-        """[] float64: the sum of `images` and `texts` over this rank's pairs."""
-        rows, columns = batch.pair_images - batch.image_start, batch.pair_texts - batch.text_start
-        return self.images[rows].sum(dtype=torch.float64) + self.texts[columns].sum(dtype=torch.float64)
-
-
-def log_normalisers(batch: GlobalBatch, logits: Callable[[Tile], Tensor], size: int) -> Normalisers:
-    """The log-sum-exp over this rank's cross of logits; no collective."""
-    pairs = batch.image_features.new_zeros(len(batch.pair_images))
-    images = pairs.new_full([batch.image_counts[batch.rank]], -torch.inf)
-    texts = pairs.new_full([batch.text_counts[batch.rank]], -torch.inf)
-    for tile in tiles_of(batch, size):
-        scores = logits(tile)
-        if tile.own_images is not None:
-            torch.logaddexp(images[tile.own_images], scores.logsumexp(1), out=images[tile.own_images])
-        if tile.own_texts is not None:
-            torch.logaddexp(texts[tile.own_texts], scores.logsumexp(0), out=texts[tile.own_texts])
-        if tile.may_hold_pairs:
-            pairs += PairsInTile.of(batch, tile).read(scores)
-    return Normalisers(images, texts, pairs)
-
-
-def probabilities(logits: Tensor, tile: Tile, image_sums: Tensor, text_sums: Tensor) -> Tensor:
-    """Softmax over texts + softmax over images, [rows, columns]; `logits` is used up.
-
-    `image_sums` [N_i] and `text_sums` [N_t] are the log-sum-exp of all rows and columns of the global batch.
-    """
-    both = (logits - image_sums[tile.images, None]).exp_()
-    return both.add_(logits.sub_(text_sums[tile.texts]).exp_())
 
 
 class Needs(NamedTuple):
