@@ -69,7 +69,9 @@ def _patient_group(processes: Processes) -> dist.ProcessGroup:
     world = dist.group.WORLD
     assert world is not None
     if world not in _patient_groups:
-        _patient_groups[world] = dist.new_group(backend="gloo", timeout=processes.patience)
+        group = dist.new_group(backend="gloo", timeout=processes.patience)
+        assert isinstance(group, dist.ProcessGroup)
+        _patient_groups[world] = group
     return _patient_groups[world]
 
 

@@ -45,7 +45,8 @@ def evaluate_pairs(
         UserError: no sample has both an image and a text.
     """
     device = device or processes.device
-    images, texts, keys = _Collector(), _Collector(), []
+    images, texts = _Collector(), _Collector()
+    keys: list[str] = []
     shapes, scale = None, 1.0
     with undisturbed(model, processes) as encoder:
         for batch in lockstep(batches, processes, "validation pairs"):
@@ -119,7 +120,7 @@ class _Collector:
 
 
 def _fingerprint(row: Tensor) -> int:
-    digest = hashlib.blake2b(row.cpu().contiguous().numpy(), digest_size=8).digest()
+    digest = hashlib.blake2b(row.cpu().numpy().tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "big")
 
 

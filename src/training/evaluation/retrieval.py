@@ -123,19 +123,22 @@ class _Chunk:
 
 def _chunks(candidates: Side, in_loss: Tensor, chunk_size: int, processes: Processes) -> Iterator[_Chunk]:
     """The candidates of every rank, rank by rank, the same chunks at the same time on all."""
-    labels = torch.stack([candidates.sample, candidates.order, in_loss.long()], dim=1)
-    for source, count in enumerate(processes.all_gather_object(len(labels))):
+    labels = torch.stack([candidates.sample, candidates.order, in_loss.long()])
+    for source, count in enumerate(processes.all_gather_object(labels.shape[1])):
         for start in range(0, count, chunk_size):
             stop = min(start + chunk_size, count)
             if source == processes.rank:
-                features, facts = candidates.features[start:stop].contiguous(), labels[start:stop]
+                features, facts = (
+                    candidates.features[start:stop].contiguous(),
+                    labels[:, start:stop].contiguous(),
+                )
             else:
                 features = candidates.features.new_empty(stop - start, candidates.features.shape[1])
-                facts = labels.new_empty(stop - start, 3)
+                facts = labels.new_empty(3, stop - start)
             if processes.is_distributed:
                 dist.broadcast(features, source)
                 dist.broadcast(facts, source)
-            sample, order, flag = facts.unbind(dim=1)
+            sample, order, flag = facts
             yield _Chunk(Side(features, sample), order, flag.bool())
 
 
@@ -161,40 +164,43 @@ class _Scan:
             )
         self._best[~self._matched] = math.inf
 
-    def _tiles(self, chunk: _Chunk) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-        """Rows of queries, their scores, and which of them are matches (None: no match can be among them)."""
+    def _tiles(self, chunk: _Chunk, *, all_tiles: bool) -> Iterator[tuple[slice, Tensor, slice, Tensor]]:
+        """Tiles of scores, all or those with matches alone.
+
+        Yields the rows of queries, their scores [rows, n], the columns outside of which there is no match,
+        and whether each score inside them is one.
+        """
         candidates = _padded(chunk.side.features, self._columns)
-        low, high = int(chunk.side.sample[0]), int(chunk.side.sample[-1])
         for start in range(0, len(self._queries.sample), self._rows):
             stop = min(start + self._rows, len(self._queries.sample))
             queries = self._queries.rows(start, stop)
-            scores = similarity(_padded(queries.features, self._rows), candidates)
-            scores = scores[: stop - start, : len(chunk.order)]
-            apart = int(queries.sample[0]) > high or int(queries.sample[-1]) < low
-            matches = None if apart else queries.sample[:, None] == chunk.side.sample
-            yield slice(start, stop), scores, matches
+            low = int(torch.searchsorted(chunk.side.sample, queries.sample[:1]))
+            high = int(torch.searchsorted(chunk.side.sample, queries.sample[-1:], right=True))
+            if high > low or all_tiles:
+                scores = similarity(_padded(queries.features, self._rows), candidates)
+                near = slice(low, high)
+                matches = queries.sample[:, None] == chunk.side.sample[near]
+                yield slice(start, stop), scores[: stop - start, : len(chunk.order)], near, matches
 
     def _find_matches(self, chunk: _Chunk) -> None:
         """Note each query's best match in its rank's own candidates, where all of its matches are."""
         last = torch.iinfo(torch.int64).max
-        for rows, scores, matches in self._tiles(chunk):
-            if matches is None:
-                continue
-            of_matches = scores.masked_fill(~matches, -math.inf)
+        for rows, scores, near, matches in self._tiles(chunk, all_tiles=False):
+            of_matches = scores[:, near].masked_fill(~matches, -math.inf)
             best = of_matches.amax(dim=1)
             is_best = (of_matches == best[:, None]) & matches
-            order = torch.where(is_best, chunk.order, last).amin(dim=1)
+            order = torch.where(is_best, chunk.order[near], last).amin(dim=1)
             better = best > self._best[rows]
             self._best[rows] = torch.where(better, best, self._best[rows])
             self._best_order[rows] = torch.where(better, order, self._best_order[rows])
-            self._pair_score[rows] += scores.masked_fill(~(matches & chunk.in_loss), 0).sum(dim=1)
+            paired = matches & chunk.in_loss[near]
+            self._pair_score[rows] += scores[:, near].masked_fill(~paired, 0).sum(dim=1)
 
     def meet(self, chunk: _Chunk) -> None:
         """Count who of the chunk ranks before the best match, and add its terms to the loss's denominator."""
-        for rows, scores, matches in self._tiles(chunk):
+        for rows, scores, near, matches in self._tiles(chunk, all_tiles=True):
             self._add_to_loss(rows, scores, chunk.in_loss)
-            if matches is not None:
-                scores = scores.masked_fill(matches, -math.inf)
+            scores[:, near].masked_fill_(matches, -math.inf)
             self._ahead[rows] += count_ahead(scores, self._best[rows], self._best_order[rows], chunk.order)
 
     def _add_to_loss(self, rows: slice, scores: Tensor, in_loss: Tensor) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from shardclip.errors import UserError
 from shardclip.training.distributed import Processes
 from shardclip.training.evaluation.lockstep import first_known, lockstep
+from shardclip.training.evaluation.names import prompts
 from shardclip.training.evaluation.scores import count_ahead, similarity
 from shardclip.training.evaluation.undisturbed import undisturbed
 
@@ -49,10 +50,10 @@ def classifier(
     """
     device = device or processes.device
     names = list(dict.fromkeys(classnames))
-    prompts = _prompts(names, templates)
+    texts = prompts(names, templates)
     first = len(names) * processes.rank // processes.world_size
     last = len(names) * (processes.rank + 1) // processes.world_size
-    own = prompts[first * len(templates) : last * len(templates)]
+    own = texts[first * len(templates) : last * len(templates)]
     batches = (
         (start // len(templates), start % len(templates), own[start : start + batch_size])
         for start in range(0, len(own), batch_size)
@@ -60,29 +61,19 @@ def classifier(
     sums = None
     with undisturbed(model, processes) as encoder:
         for batch in lockstep(batches, processes, "zero-shot prompts"):
-            offset, phase, texts = batch or (0, 0, prompts[:1])
-            features = encoder(text=tokenize(texts).to(device)).text_features
+            offset, phase, part = batch or (0, 0, texts[:1])
+            features = encoder(text=tokenize(part).to(device)).text_features
             if sums is None:
                 sums = torch.zeros(last - first, features.shape[1], dtype=torch.float64, device=device)
             if batch is not None:
                 # fp64, so that where a batch happens to be cut does not show in the sum.
-                rows = offset + (phase + torch.arange(len(texts), device=device)) // len(templates)
+                rows = offset + (phase + torch.arange(len(part), device=device)) // len(templates)
                 sums.index_add_(0, rows, features.double())
     assert sums is not None
     weights = F.normalize(sums, dim=1).float().cpu()
     gathered = torch.cat(processes.all_gather_object(weights)).to(device)
     column = {name: index for index, name in enumerate(names)}
     return gathered[[column[name] for name in classnames]].T.contiguous()
-
-
-def _prompts(names: list[str], templates: Sequence[str]) -> list[str]:
-    if not names or not templates:
-        raise UserError("zero-shot classification needs at least one class name and one template")
-    places = ("{}", "{c}")
-    for template in templates:
-        if not any(place in template for place in places):
-            raise UserError(f"zero-shot template {template!r}: no {{}} or {{c}} where the class name goes")
-    return [template.replace("{c}", name).replace("{}", name) for name in names for template in templates]
 
 
 def zero_shot(
@@ -113,7 +104,7 @@ def zero_shot(
     """
     device = device or processes.device
     class_count = weights.shape[1]
-    per_class, weights = weights.T.contiguous(), weights
+    per_class = weights.T.contiguous()
     # Rows: samples, right at rank 1, right within rank 5; columns: classes.
     counts = torch.zeros(3, class_count, dtype=torch.int64, device=device)
     shape = None

@@ -1,0 +1,211 @@
+"""All evaluations that a configuration asks for, on all ranks, from the data to the results."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from shardclip.training.data.config import DataConfig
+from shardclip.training.data.finite import FinitePass, FolderSource, Labelled, labelled_images, pairs
+from shardclip.training.data.image_input import ImageInput, normalise
+from shardclip.training.distributed import Processes
+from shardclip.training.evaluation import names
+from shardclip.training.evaluation.config import TASKS, EvaluationConfig, Task
+from shardclip.training.evaluation.names import Names
+from shardclip.training.evaluation.pairs import evaluate_pairs
+from shardclip.training.evaluation.results import Result
+from shardclip.training.evaluation.zero_shot import classifier, zero_shot
+
+
+def evaluate(
+    model: nn.Module,
+    config: EvaluationConfig,
+    data_config: DataConfig,
+    image_input: ImageInput,
+    tokenize: Callable[[list[str]], Tensor],
+    *,
+    processes: Processes,
+    tasks: Collection[Task] = TASKS,
+    model_name: str = "",
+    pretrained: str = "",
+) -> list[Result]:
+    """Everything that `config` names data for; the model and the random generators are as before afterwards.
+
+    Args:
+        model: a `DualEncoder`, plain or wrapped by DDP or FSDP; every rank calls this.
+        config: what is evaluated.
+        data_config: the validation pairs, and how data is read.
+        image_input: what the image tower wants.
+        tokenize: texts to token ids [T, L].
+        processes: the ranks.
+        tasks: leave out what is not due.
+        model_name: the architecture, for the results.
+        pretrained: where the weights came from, for the results.
+
+    Returns:
+        One result per data set, the same on every rank.
+
+    Raises:
+        UserError: data or names that cannot be used; the same on every rank.
+    """
+    job = _Job(model, config, data_config, image_input, tokenize, processes, model_name, pretrained)
+    results: list[Result] = []
+    if "zeroshot_classification" in tasks:
+        results += job.classification()
+    if "zeroshot_retrieval" in tasks and (data_config.val_data or data_config.dataset_type == "synthetic"):
+        results.append(job.retrieval())
+    return results
+
+
+@dataclass(frozen=True)
+class _Labelled:
+    """A labelled data set at hand: this rank's share of its pictures, and its words."""
+
+    dataset: str
+    images: FinitePass
+    names: Names
+
+
+@dataclass(frozen=True)
+class _Job:
+    """The arguments of `evaluate`."""
+
+    model: nn.Module
+    config: EvaluationConfig
+    data_config: DataConfig
+    image_input: ImageInput
+    tokenize: Callable[[list[str]], Tensor]
+    processes: Processes
+    model_name: str
+    pretrained: str
+
+    def classification(self) -> Iterator[Result]:
+        """Each labelled data set; those with the same words share the class vectors."""
+        weights: dict[Names, Tensor] = {}
+        for labelled in self._labelled_sets():
+            words = labelled.names
+            if words not in weights:
+                weights[words] = classifier(
+                    self.model,
+                    self.tokenize,
+                    words.classnames,
+                    words.templates,
+                    processes=self.processes,
+                    batch_size=4 * self.config.val_batch_size,
+                )
+            metrics = zero_shot(
+                self.model,
+                weights[words],
+                _numbered(labelled.images),
+                normalise=self._pixels,
+                processes=self.processes,
+            )
+            yield Result(
+                dataset=labelled.dataset,
+                model=self.model_name,
+                pretrained=self.pretrained,
+                task="zeroshot_classification",
+                samples=int(metrics.pop("samples")),
+                metrics=metrics,
+                classes=len(words.classnames),
+                templates=len(words.templates),
+                names_digest=words.digest,
+            )
+
+    def retrieval(self) -> Result:
+        """The validation pairs."""
+        with self.processes.together("opening the validation data"):
+            batches = pairs(
+                self.data_config,
+                self.image_input,
+                self.tokenize,
+                batch_size=self.config.val_batch_size,
+                rank=self.processes.rank,
+                world_size=self.processes.world_size,
+            )
+        metrics = evaluate_pairs(
+            self.model,
+            batches,
+            normalise=self._pixels,
+            processes=self.processes,
+            chunk_size=self.config.val_retrieval_chunk_size,
+        )
+        return Result(
+            dataset=_label(self.data_config.val_data or "synthetic"),
+            model=self.model_name,
+            pretrained=self.pretrained,
+            task="zeroshot_retrieval",
+            samples=int(metrics.pop("samples")),
+            metrics=metrics,
+        )
+
+    def _pixels(self, images: Tensor) -> Tensor:
+        return normalise(images, self.image_input)
+
+    def _labelled_sets(self) -> Iterator[_Labelled]:
+        config = self.config
+        for dataset, path in (
+            ("imagenet1k", config.imagenet_val),
+            ("imagenetv2", config.imagenet_v2),
+            (None, config.zeroshot_data),
+        ):
+            if path is None:
+                continue
+            with self.processes.together(f"opening {path}"):
+                images = labelled_images(
+                    replace(
+                        self.data_config, val_data=_pictures(path), val_num_samples=None, dataset_type="auto"
+                    ),
+                    self.image_input,
+                    batch_size=config.val_batch_size,
+                    rank=self.processes.rank,
+                    world_size=self.processes.world_size,
+                )
+                if dataset is not None:
+                    words = names.imagenet()
+                else:
+                    files = config.zeroshot_classnames, config.zeroshot_templates
+                    words = names.find(path, *files, _folders(images))
+                labelled = _Labelled(dataset or _label(path), images, words)
+            yield labelled
+
+
+def _pictures(path: str) -> str:
+    """Where the pictures lie: the test split of CLIP_benchmark's layout, the one folder of ImageNet-v2."""
+    for inside in ("test", "ImageNetV2-matched-frequency", "imagenetv2-matched-frequency-format-val"):
+        folder = os.path.join(path, inside)
+        is_split = inside != "test" or os.path.isfile(os.path.join(path, names.CLASSNAMES_FILE))
+        if is_split and os.path.isdir(folder):
+            return folder
+    return path
+
+
+def _folders(images: FinitePass) -> list[str]:
+    """The class folders of a data set that is a folder of folders, in the order of their names."""
+    source = images.reader.source
+    return list(source.classes) if isinstance(source, FolderSource) else []
+
+
+def _numbered(images: FinitePass) -> Iterable[Labelled]:
+    """The pictures with their class numbers: folders that are called by numbers mean those.
+
+    (ImageNet-v2's are "0" to "999", and by name "10" sorts before "2".)
+    """
+    folders = _folders(images)
+    if not folders or not all(folder.isdecimal() for folder in folders):
+        return images
+    number = torch.tensor([int(folder) for folder in folders])
+    return ((pictures, number[labels]) for pictures, labels in images)
+
+
+def _label(data: str) -> str:
+    """A data set's name from the place where it lies: the last part that is no shard and no split."""
+    parts = [part for part in Path(data.split("::")[0]).parts if not part.endswith((".tar", ".txt", ".lst"))]
+    while len(parts) > 1 and parts[-1] in ("test", "val", "validation", "train"):
+        parts.pop()
+    return Path(parts[-1]).stem if parts else Path(data).stem
