@@ -90,14 +90,14 @@ def _vision_transformer_matcher(has_pooler: bool) -> dict[str, Any]:
 
 
 def _hugging_face_matcher(tower: nn.Module) -> dict[str, Any]:
-    """The blocks are the longest list of modules; embeddings go before them wherever they are registered."""
-    lists = {name: m for name, m in tower.named_modules() if isinstance(m, nn.ModuleList)}
+    """The blocks are the outermost list of modules; embeddings come before them wherever they stand."""
+    lists = [name for name, module in tower.named_modules() if isinstance(module, nn.ModuleList)]
     if not lists:
         raise UserError(
             f"no list of layers in the Hugging Face tower {type(tower.transformer).__name__}: "
             "lock it by name (--lock-patterns)"
         )
-    blocks = re.escape(max(lists, key=lambda name: len(lists[name])))
+    blocks = re.escape(min(lists, key=lambda name: name.count(".")))
     return {
         "stem": rf"^(?!{blocks}\.)transformer\.(?:.*\.)?[^.]*(?:embed|shared)",
         "blocks": [

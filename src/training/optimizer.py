@@ -294,7 +294,7 @@ def _gradients(parameters: Iterable[nn.Parameter]) -> Iterator[Tensor]:
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
-    """Scale the gradients in place so that their global `norm` ([], from `gradient_norm`) is <= `max_norm`."""
+    """Scale the gradients in place so that their global `norm` ([]) is at most `max_norm`."""
     scale_gradients(parameters, (max_norm / (norm + 1e-6)).clamp(max=1.0))
 
 
