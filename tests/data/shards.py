@@ -76,3 +76,19 @@ def tokenize(captions: list[str]) -> Tensor:
         ids = list(caption.encode()[-8:])
         tokens[row, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
     return tokens
+
+
+def crowded_shards(folder: Path, samples: int, size: tuple[int, int] = (48, 64)) -> str:
+    """One shard of smooth random JPEG pictures [h, w], each with a list of five captions in its .json."""
+    random = np.random.default_rng(0)
+    members: list[tuple[str, bytes]] = []
+    for number in range(samples):
+        coarse = random.integers(0, 256, (6, 8, 3), dtype=np.uint8)
+        file = io.BytesIO()
+        Image.fromarray(coarse).resize(size[::-1], Image.Resampling.BICUBIC).save(file, "JPEG", quality=90)
+        captions = [f"picture {number} in words {word}" for word in range(5)]
+        members += sample(
+            number, png=None, jpg=file.getvalue(), json=json.dumps({"captions": captions}).encode()
+        )
+    write_tar(folder / "00000.tar", members)
+    return str(folder)

@@ -50,8 +50,8 @@ class Layout:
             raise UserError(
                 f"the data is cut into {self.streams} streams, which must be a multiple of the "
                 f"{self.world_size} ranks and divide the global batch of {samples} samples. For this "
-                f"batch --streams may be {', '.join(map(str, possible))}; a run that is resumed keeps its {self.streams}, so "
-                "change the number of ranks or the batch size."
+                f"batch --streams may be {', '.join(map(str, possible))}; a run that is "
+                f"resumed keeps its {self.streams}, so change the number of ranks or the batch size."
             )
 
     @property
