@@ -169,7 +169,9 @@ def open_source(
     if kind == "tar":
         from shardclip.training.data.tar import TarSource
 
-        source = TarSource(shards, wanted, config.sample_key, first % len(shards))
+        source = tars = TarSource(shards, wanted, config.sample_key, first % len(shards))
+        if tars.shard_samples.sum() and not tars.offers(whole=config.unpaired == "drop" or "cls" in wanted):
+            raise UserError(f"no sample of {tars.name} can be used ({tars.found()}).")
     else:
         from shardclip.training.data.table import TableSource
 

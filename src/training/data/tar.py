@@ -88,6 +88,15 @@ class TarSource:
             raw.problem = "shard cannot be read"
         return raw
 
+    def offers(self, whole: bool) -> bool:
+        """Whether any sample has all wanted roles (`whole`) or at least one: the first shard that does tells."""
+        for shard in np.flatnonzero(self.shard_samples):
+            index = self._index(int(shard))
+            has = np.stack([index.members(suffixes)[0] >= 0 for suffixes in self.wanted.values()])
+            if (has.all(axis=0) if whole else has.any(axis=0)).any():
+                return True
+        return False
+
     def found(self) -> str:
         """The suffixes of the first shards, and those that were wanted."""
         suffixes: dict[str, str] = {}
