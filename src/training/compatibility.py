@@ -52,6 +52,7 @@ ANSWERS: dict[str, Answer] = {
     "ddp-static-graph": _always("the graph of a step is the same on every rank; the flag changes nothing"),
     "log-local": _always("always on: every rank has a log file of its own in the run's folder"),
     "torchcompile-strategy": _always("always block by block: this is what works together with --fsdp"),
+    "val-retrieval-precision": _always("always fp32"),
     "fsdp-init-on-cpu": _always("always on: rank 0 builds the model on its CPU and sends out the shards"),
     "fsdp-use-distributed-checkpointer": _always("always on: each rank writes and reads its own shards"),
     "fsdp-checkpoint": _always("always sharded; `shardclip export` writes one file that open_clip opens"),

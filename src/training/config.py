@@ -16,6 +16,7 @@ from shardclip.training import compatibility, parsing
 from shardclip.training.checkpoint.config import CheckpointConfig
 from shardclip.training.data.config import DataConfig
 from shardclip.training.distributed import DistributedConfig
+from shardclip.training.evaluation.config import EvaluationConfig
 from shardclip.training.objective import ObjectiveConfig
 from shardclip.training.optimizer import OptimizerConfig
 from shardclip.training.parallel import ParallelConfig
@@ -64,6 +65,7 @@ class TrainConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
 

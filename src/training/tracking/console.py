@@ -65,8 +65,12 @@ class ConsoleHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Print one record."""
         try:
-            style = "yellow" if record.levelno >= logging.WARNING else ""
-            self._console.print(Text(self.format(record), style), soft_wrap=True)
+            line = self.format(record)
+            if self._console.is_terminal:
+                style = "yellow" if record.levelno >= logging.WARNING else ""
+                self._console.print(Text(line, style), soft_wrap=True)
+            else:
+                print(line, file=self._console.file, flush=True)
         except Exception:
             self.handleError(record)
 

@@ -98,7 +98,7 @@ class WandbLike:
             identity = run_folder / "wandb_id.txt"
             if not identity.exists():
                 identity.write_text(self._module.util.generate_id(), encoding="utf-8")
-            options |= {"notes": notes, "id": identity.read_text(encoding="utf-8").strip(), "tags": []}
+            options |= {"notes": notes, "id": identity.read_text(encoding="utf-8").strip()}
         self._module.init(**options, resume="allow")
 
     def numbers(self, kind: str, values: Mapping[str, Any], step: int, samples_seen: int) -> None:

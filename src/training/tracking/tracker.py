@@ -109,6 +109,7 @@ class Tracker:
         if rank == 0:
             self._console = stdout_console()
             handlers.append(ConsoleHandler(self._console))
+        self._before = (_log.level, _log.propagate)
         _log.setLevel(logging.DEBUG if self.config.debug else logging.INFO)
         _log.propagate = False
         for handler in handlers:
@@ -132,6 +133,8 @@ class Tracker:
         for handler in self._handlers:
             _log.removeHandler(handler)
             handler.close()
+        _log.setLevel(self._before[0])
+        _log.propagate = self._before[1]
 
     def wants(self, step: int) -> bool:
         """Whether the numbers of this step (counted from 1) are shown or kept; others need no measuring."""
