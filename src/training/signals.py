@@ -7,12 +7,15 @@ waits in a collective does not. So a thread reads the signal's number from the w
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import NoReturn
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
 
 _active: list[StopRequest] = []
 
@@ -31,6 +34,7 @@ class StopRequest:
         self.reason = ""
         """What asked, for the log: "SIGTERM", or "SIGTERM on rank 3"."""
         self._event = threading.Event()
+        self._listeners: list[Callable[[], None]] = []
 
     @property
     def requested(self) -> bool:
@@ -46,10 +50,53 @@ class StopRequest:
         if not self._event.is_set():
             self.reason = reason
             self._event.set()
+            for listener in self._listeners:
+                listener()
 
-    def wait(self, seconds: float) -> bool:
-        """Sleep for `seconds` or until a stop is asked for; whether it is."""
-        return self._event.wait(seconds)
+    def tell(self, listener: Callable[[], None]) -> None:
+        """Call `listener` when a stop is asked for (from another thread), or now if it was; twice at most."""
+        self._listeners.append(listener)
+        if self._event.is_set():
+            listener()
+
+
+class Stoppable(Generic[T]):
+    """Takes items from a source that may stall (a loader), and stops waiting when a stop is asked for.
+
+    One item is fetched at a time, and only when it is asked for, so the source is never ahead. What it raises
+    comes out of `take`, its end as StopIteration.
+    """
+
+    def __init__(self, items: Iterator[T], stop: StopRequest) -> None:
+        self._items = items
+        self._wanted: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+        self._stopped = False
+        threading.Thread(target=self._fetch, name="stoppable source", daemon=True).start()
+        stop.tell(self._give_up)
+
+    def take(self) -> T | None:
+        """The next item; None, without waiting for the source any longer, once a stop was asked for."""
+        if self._stopped:
+            return None
+        self._wanted.put(None)
+        item, error = self._answers.get()
+        if error is not None:
+            raise error
+        self._stopped = item is None
+        return item
+
+    def _fetch(self) -> None:
+        while True:
+            self._wanted.get()
+            try:
+                self._answers.put((next(self._items), None))
+            except BaseException as error:
+                self._answers.put((None, error))
+                return
+
+    def _give_up(self) -> None:
+        self._answers.put((None, None))
 
 
 @contextmanager
@@ -61,7 +108,6 @@ def stop_on_signals(stop: StopRequest) -> Iterator[None]:
     """
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
-    main_process = os.getpid()
 
     def noted(number: int, frame: FrameType | None) -> None:
         """Stands in for the default action; the thread does the work."""
@@ -70,19 +116,12 @@ def stop_on_signals(stop: StopRequest) -> Iterator[None]:
         while data := os.read(read_end, 1):
             number = data[0]
             if number == signal.SIGINT and stop.requested and stop.reason.startswith("SIGINT"):
-                _leave_at_once()
+                os._exit(128 + number)
             if number in STOP_SIGNALS:
                 stop.request(signal.Signals(number).name)
 
-    def leave_to_parent() -> None:
-        if _active and os.getppid() == main_process:
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            ignore_stop_signals_but_term()
-
     previous = {number: signal.signal(number, noted) for number in STOP_SIGNALS}
     previous_wakeup = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-    os.register_at_fork(after_in_child=leave_to_parent)
     listener = threading.Thread(target=listen, name="signals", daemon=True)
     _active.append(stop)
     listener.start()
@@ -98,11 +137,20 @@ def stop_on_signals(stop: StopRequest) -> Iterator[None]:
         os.close(read_end)
 
 
-def ignore_stop_signals_but_term() -> None:
-    """For loader workers that were not forked from the rank: a signal to the group must not end them."""
+def leave_stopping_to_parent() -> None:
+    """In a loader worker: signals to the whole process group must not end it, but its parent's SIGTERM does.
+
+    Forked workers of a rank do this by themselves.
+    """
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _leave_at_once() -> NoReturn:
-    os._exit(128 + signal.SIGINT)
+def _after_fork_in_child() -> None:
+    if _active:
+        leave_stopping_to_parent()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
