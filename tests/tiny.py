@@ -24,7 +24,7 @@ def spec(kind: str = "clip", **vision: Any) -> ModelSpec:
     elif kind == "coca":
         model_cfg["vision_cfg"] |= {"attentional_pool": True, "attn_pooler_heads": 2, "output_tokens": True}
         model_cfg["text_cfg"] |= {"embed_cls": True, "output_tokens": True}
-        model_cfg |= {"multimodal_cfg": dict(DECODER), "custom_text": True}
+        model_cfg |= {"embed_dim": 64, "multimodal_cfg": dict(DECODER), "custom_text": True}
     elif kind == "timm":
         model_cfg["vision_cfg"] = {"timm_model_name": "test_vit", "timm_pool": "avg", "image_size": 32}
     elif kind == "resnet":

@@ -206,6 +206,7 @@ def build(spec: ModelSpec, config: ModelConfig | None = None, *, seed: int | Non
         torch.manual_seed(seed)
     config = config or ModelConfig()
     model = _open_clip_model(spec, config)
+    _initialise_decoder(model)
     _load_weights(model, spec, config)
     return _adopt(model)
 
@@ -235,6 +236,17 @@ def _open_clip_model(spec: ModelSpec, config: ModelConfig, device: str = "cpu") 
             )
         except (RuntimeError, ValueError, TypeError, OSError, AssertionError, KeyError) as error:
             raise UserError(f"model {spec.name} cannot be built from its configuration: {error}") from error
+
+
+def _initialise_decoder(model: nn.Module) -> None:
+    """Give CoCa's vocabulary projection random weights.
+
+    open_clip 3.3.0 leaves them as raw memory, so a run would start from whatever was there, NaN included. The
+    spread is that of its text tower's projection.
+    """
+    decoder = getattr(model, "text_decoder", None)
+    if decoder is not None:
+        nn.init.normal_(decoder.text_projection, std=decoder.text_projection.shape[0] ** -0.5)
 
 
 @contextmanager

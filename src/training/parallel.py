@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -233,6 +234,8 @@ def _shard(model: DualEncoder, unit_names: Sequence[str], config: ParallelConfig
         if config.fsdp_cpu_offload
         else OffloadPolicy()
     )
+    # Features are views of a tower's output; nothing here works on them in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     shard = functools.partial(
         fully_shard,
         mesh=mesh,
