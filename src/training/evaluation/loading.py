@@ -1,0 +1,91 @@
+"""From what a user calls a model (a run, a checkpoint, a file, a name) to the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from shardclip.errors import UserError
+from shardclip.models import factory
+from shardclip.models.dual_encoder import DualEncoder
+from shardclip.models.export import CONFIG_NAME, WEIGHTS_NAME
+from shardclip.models.factory import ModelConfig, ModelSpec
+from shardclip.training.checkpoint.export import find, read_spec, unread_weights
+
+_WEIGHT_SUFFIXES = (".safetensors", ".pt", ".bin", ".pth")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A model that is found but not read."""
+
+    spec: ModelSpec
+    checkpoint: Path | None
+    """Folder of a checkpoint of ours; None if `config` says where the weights are."""
+    config: ModelConfig
+    origin: str
+    """Where the weights come from, for people and results."""
+
+
+def locate(source: str, config: ModelConfig) -> Saved:
+    """What `source` means.
+
+    Args:
+        source: a run's folder, a checkpoint in it, an exported folder or file, or a name of open_clip's list.
+        config: the model flags: the architecture of a file that has no configuration beside it, and the
+            weights of a name.
+
+    Raises:
+        UserError: there is no such model, or its weights or its architecture are not known.
+    """
+    path = Path(source)
+    if path.is_dir() and not (path / CONFIG_NAME).is_file():
+        checkpoint = find(path)
+        return Saved(read_spec(checkpoint), checkpoint, config, str(checkpoint))
+    if path.is_dir():
+        config = replace(config, model=f"local-dir:{path}", pretrained=str(_weights_in(path)))
+    elif path.is_file():
+        config = replace(config, pretrained=str(path))
+        if config.model_config is None and (path.parent / CONFIG_NAME).is_file():
+            config = replace(config, model=f"local-dir:{path.parent}")
+    elif path.suffix in _WEIGHT_SUFFIXES:
+        raise UserError(f"{source}: no such file")
+    else:
+        config = replace(config, model=source)
+        if config.pretrained is None:
+            raise UserError(
+                f"{source}: no such run or file, so it is taken for the name of an architecture, and that "
+                "needs --pretrained (a tag of open_clip's list or a file of weights)"
+            )
+    assert config.pretrained is not None
+    return Saved(factory.resolve(config), None, config, config.pretrained)
+
+
+def _weights_in(folder: Path) -> Path:
+    if (folder / WEIGHTS_NAME).is_file():
+        return folder / WEIGHTS_NAME
+    files = [path for path in sorted(folder.iterdir()) if path.suffix in _WEIGHT_SUFFIXES]
+    if len(files) != 1:
+        held = ", ".join(path.name for path in files) or "none"
+        raise UserError(f"{folder}: one file of weights is wanted beside {CONFIG_NAME}; there are: {held}")
+    return files[0]
+
+
+def load(saved: Saved, *, ema: bool = False) -> DualEncoder:
+    """The plain model on the CPU in fp32, with its weights.
+
+    Args:
+        saved: what `locate` found.
+        ema: the moving average instead of the weights; only a checkpoint of ours has it.
+
+    Raises:
+        UserError: the weights cannot be read or do not fit.
+    """
+    if saved.checkpoint is None:
+        if ema:
+            raise UserError(f"--ema: {saved.origin} holds one set of weights; leave it out")
+        return factory.build(saved.spec, saved.config)
+    model = factory.build(saved.spec)
+    unread = unread_weights(saved.checkpoint, ema=ema)
+    model.load_state_dict({name: tensor.read() for name, tensor in unread.items()})
+    return model
