@@ -11,6 +11,7 @@ from shardclip.training.config import TrainConfig
 from shardclip.training.data.batch import Batch
 from shardclip.training.data.loader import merge_states
 from shardclip.training.distributed import Processes
+from shardclip.training.evaluation.results import scalars
 from shardclip.training.evaluation.run import evaluate
 from shardclip.training.failure import EXIT_REQUEUE
 from shardclip.training.start import Run, run_folder, start_run
@@ -54,8 +55,10 @@ class _Loop:
         batches = iter(self.run.loader)
         stopping = False
         while self.progress["steps"] < self.run.length.steps and not stopping:
+            self.run.processes.position.at("data", self.progress["steps"] + 1)
             with self.meter.timing("data"):
                 batch = next(batches)
+            self.run.processes.position.at("train", self.progress["steps"] + 1, batch.keys)
             with self.meter.timing("step"):
                 lr = self.run.schedule.apply(self.run.step.optimizer, self.progress["samples"])
                 result = self.run.step(batch)
@@ -125,15 +128,16 @@ class _Loop:
         return rates
 
     def _evaluate_if_due(self, step_samples: int) -> None:
-        config = self.run.config.evaluation
-        every = [self._epochs(config.val_frequency), config.eval_every]
-        if self._is_due(step_samples, every) or self.progress["steps"] == self.run.length.steps:
-            self._evaluate()
-            self.meter.pause()
-
-    def _evaluate(self) -> None:
-        run = self.run
-        run.processes.position.at("evaluate", self.progress["steps"])
+        run, samples, steps = self.run, self.progress["samples"], self.progress["steps"]
+        tasks = run.config.evaluation.due(
+            samples - step_samples,
+            samples,
+            samples_per_epoch=run.length.samples_per_epoch,
+            last=steps == run.length.steps,
+        )
+        if not tasks:
+            return
+        run.processes.position.at("evaluate", steps)
         results = evaluate(
             run.engine.module,
             run.config.evaluation,
@@ -141,9 +145,13 @@ class _Loop:
             run.image_input,
             run.tokenize,
             processes=run.processes,
+            tasks=tasks,
+            model_name=run.spec.name,
+            pretrained=run.folder.name,
         )
-        for result in results:
-            self.tracker.evaluation(result, self.progress["samples"], self.progress["steps"])
+        if results:
+            self.tracker.evaluation(scalars(results), samples, steps)
+        self.meter.pause()
 
     def _save_if_due(self, step_samples: int, stopping: bool) -> None:
         config = self.run.config.checkpoint.resolved(self.run.length.samples_per_epoch)
