@@ -59,7 +59,7 @@ def train(argv: Sequence[str]) -> int:
     launch_config, words = split_launch_flags(argv)
     config, notes = configuration.parse_with_notes(words)
     if launch_config.nproc is not None:
-        return launch(launch_config, words)
+        return launch(launch_config, ["train", *words])
 
     from shardclip.training import loop
     from shardclip.training.worker import run_worker
