@@ -37,7 +37,7 @@ class OptimizerConfig:
     eps: float = 1e-6
     """Adam's epsilon, whatever the model: CLIP's value for ViTs (its ResNets had 1e-8)."""
     wd: float = 0.2
-    """Weight decay, decoupled."""
+    """Weight decay: decoupled, except that sgd adds it to the gradient."""
     wd_exclude: tuple[str, ...] = ()
     """More parameters without weight decay: globs on whole names, such as 'text.token_embedding.*'."""
     momentum: float = 0.9
@@ -196,7 +196,7 @@ def build_optimizer(model: nn.Module, plan: ParameterPlan, config: OptimizerConf
     the same under every engine.
 
     Raises:
-        UserError: an unknown optimizer, or an argument that it does not take.
+        UserError: an unknown optimizer, or an argument or a value that it does not take.
     """
     parameters = {clean_name(n): p for n, p in model.named_parameters() if p.requires_grad}
     if parameters.keys() != plan.parameters.keys():
@@ -216,7 +216,7 @@ def build_optimizer(model: nn.Module, plan: ParameterPlan, config: OptimizerConf
         )
     try:
         return _construct(groups, config)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise UserError(f"--opt {config.opt} with --opt-kwargs {config.opt_kwargs}: {error}") from error
 
 
@@ -237,12 +237,16 @@ def _construct(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.o
 def _timm_optimizer(
     groups: list[dict[str, Any]], config: OptimizerConfig, further: dict[str, Any]
 ) -> torch.optim.Optimizer:
-    from timm.optim import create_optimizer_v2, list_optimizers
+    from timm.optim import create_optimizer_v2, get_optimizer_info, list_optimizers
 
     name = config.opt.removeprefix("timm/")
     if name not in list_optimizers():
         raise UserError(f"--opt {config.opt}: timm has " + ", ".join(map(str, list_optimizers())))
-    arguments = {"lr": config.lr, "momentum": config.momentum, "eps": config.eps, **further}
+    # timm leaves out what an optimizer does not have, but for betas, of which some have one or three.
+    arguments: dict[str, Any] = {"lr": config.lr, "momentum": config.momentum, "eps": config.eps}
+    if get_optimizer_info(name).num_betas == 2:
+        arguments["betas"] = (config.beta1, config.beta2)
+    arguments |= further
     return create_optimizer_v2(groups, opt=name, weight_decay=0.0, filter_bias_and_bn=False, **arguments)
 
 

@@ -188,9 +188,17 @@ def test_adamw_is_fused_and_takes_arguments_with_a_second_equals_sign():
         build_optimizer(model, plan_parameters(model, wrong), wrong)
 
 
+def test_timm_optimizers_get_the_moments_of_the_flags():
+    model = towers.model("native")
+    config = OptimizerConfig(opt="timm/adamw", beta2=0.9, eps=0.1)
+    optimizer = build_optimizer(model, plan_parameters(model, config), config)
+    assert all((g["betas"], g["eps"]) == ((0.9, 0.9), 0.1) for g in optimizer.param_groups)
+
+
 @pytest.mark.parametrize(
     ("over", "message"),
     [
+        ({"lr": -1.0}, "Invalid learning rate"),
         ({"opt": "adamx"}, "--opt adamx: must be adamw, nadamw, sgd or timm/NAME"),
         ({"opt": "timm/none"}, "--opt timm/none: timm has .*lamb"),
         ({"opt_kwargs": ("fused",)}, "must be key=value"),
