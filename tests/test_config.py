@@ -111,12 +111,13 @@ def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--lr"], "--lr: "),
+        (["--lr"], "--lr: Missing value"),
+        (["--warmup", "soon"], "--warmup: invalid literal for int() with base 10: 'soon'"),
         (["--lock-image", "True"], "--lock-image: does not take True"),
         (["--epochs", "3", "4"], "--epochs: does not take 4"),
         (["--epochs=3", "4"], "'4' follows a value that was given with '='"),
         (["loose", "--epochs", "3"], "'loose' stands before any flag"),
-        (["--precision", "fp8"], "--precision: "),
+        (["--precision", "fp8"], "--precision: invalid choice 'fp8'"),
         (["--epochs", "0"], "--epochs 0: must be 1 or more"),
         (["--report-to", "tensorbord"], "'tensorbord' is none of tensorboard"),
         (["--logs", "none"], "a run always has a folder"),

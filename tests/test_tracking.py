@@ -267,7 +267,7 @@ with Tracker(TrackingConfig(log_every_n_steps=10), Path(sys.argv[1]), one) as tr
     for step in range(1, 21):
         tracker.advance(step * 100)
         if tracker.wants(step):
-            numbers = {"loss": 5.0 / step, "logit_scale": 14.2857, "grad_norm": 3.25, "samples_per_second": 1e3}
+            numbers = {"loss": 5 / step, "logit_scale": 14.2857, "grad_norm": 3.25, "samples_per_second": 1e3}
             tracker.step(numbers, step * 100, step)
 """
 

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import difflib
 import io
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -234,18 +235,19 @@ def _attempt(owner: type[C], settings: list[Setting]) -> C | str | UserError:
     complaint = io.StringIO()
     words = [word for setting in settings for word in setting.argv()]
     try:
-        with contextlib.redirect_stderr(complaint):
+        # Where standard output is no terminal, tyro draws its box in plain ASCII.
+        with contextlib.redirect_stderr(complaint), contextlib.redirect_stdout(io.StringIO()):
             return tyro.cli(owner, args=words, prog="shardclip")
     except SystemExit:
-        return _first_paragraph(complaint.getvalue())
+        return _message(complaint.getvalue())
     except UserError as error:
         return error
 
 
-def _first_paragraph(box: str) -> str:
-    """What tyro says in the box that it draws, up to the first rule."""
-    lines = [line.strip("│ ") for line in box.splitlines() if line.startswith("│")]
-    rule = next((i for i, line in enumerate(lines) if set(line) == {"─"}), len(lines))
-    text = " ".join(lines[:rule])
+def _message(box: str) -> str:
+    """What tyro says in the box that it draws: the part between title and pointer to the help text."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", box)
+    parts = re.split(r"\n\s*-{4,}\s*\n", plain)
+    text = " ".join(parts[min(1, len(parts) - 1)].split())
     what, _, reason = text.partition(": ")
     return f"does not take {reason}" if what == "Unrecognized options" else reason or text
