@@ -7,18 +7,26 @@ import math
 import random
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
+from torch import Tensor
+from torch.nn.functional import interpolate
 
 from shardclip.training.data.image_input import ImageInput
 
+try:
+    import simplejpeg
+except ImportError:
+    simplejpeg = None
+
 Pixels = NDArray[np.uint8]
-Decoder = Callable[[bytes | Pixels, int], Pixels]
-"""(content of the image file or pixels [H, W, 3], seed) -> pixels [H, W, 3] of the tower's size."""
+Decoder = Callable[[bytes | Pixels, int], Tensor]
+"""(content of the image file or pixels [H, W, 3], seed) -> uint8 pixels [3, H, W] of the tower's size."""
 
 SPATIAL = {"scale", "ratio"}
 """Augmentation settings that the fast path knows."""
@@ -49,6 +57,76 @@ def open_picture(content: bytes | Pixels, max_pixels: int) -> Image.Image:
     return picture
 
 
+def rgb(picture: Image.Image) -> Pixels:
+    """A picture's pixels [H, W, 3], whatever its mode (palette, grey, CMYK, 16 bit, alpha), as PIL converts.
+
+    Raises:
+        Undecodable: the file is damaged.
+    """
+    try:
+        return np.array(picture.convert("RGB"))
+    except Exception as error:
+        raise Undecodable("image cannot be decoded") from error
+
+
+def resize(pixels: Tensor, size: tuple[int, int]) -> Tensor:
+    """[3, h, w] uint8 -> [3, H, W] uint8, bicubic with antialiasing."""
+    if pixels.shape[1:] == size:
+        return pixels
+    return interpolate(pixels[None], size, mode="bicubic", antialias=True)[0]
+
+
+def power_of_two_below(shrink: float) -> int:
+    """The largest of 1, 2, 4, 8 that is not above `shrink`: a JPEG so scaled still has the crop's pixels."""
+    return next(factor for factor in (8, 4, 2, 1) if factor <= max(shrink, 1))
+
+
+@dataclass
+class JpegFile:
+    """A JPEG whose header has been read. simplejpeg (libjpeg-turbo) decodes it if installed, else Pillow."""
+
+    content: bytes
+    width: int
+    height: int
+    max_pixels: int
+
+    @staticmethod
+    def read(content: bytes | Pixels, max_pixels: int) -> JpegFile | None:
+        """None if it is not a JPEG that simplejpeg reads.
+
+        Raises:
+            Undecodable: it has more than `max_pixels` pixels.
+        """
+        if simplejpeg is None or not isinstance(content, bytes) or not content.startswith(b"\xff\xd8"):
+            return None
+        try:
+            height, width, colours, _ = simplejpeg.decode_jpeg_header(content)
+        except ValueError:
+            return None
+        if colours in ("CMYK", "YCCK"):
+            return None
+        if width * height > max_pixels:
+            raise Undecodable("image too large")
+        return JpegFile(content, width, height, max_pixels)
+
+    def pixels(self, shrink: int) -> Pixels:
+        """Pixels [ceil(h / shrink), ceil(w / shrink), 3]; `shrink` is 1, 2, 4 or 8.
+
+        Raises:
+            Undecodable: the file is damaged.
+        """
+        try:
+            return simplejpeg.decode_jpeg(
+                self.content,
+                min_height=-(-self.height // shrink),
+                min_width=-(-self.width // shrink),
+            )
+        except ValueError:  # also for what Pillow forgives: a stray marker, bytes after the end
+            picture = open_picture(self.content, self.max_pixels)
+            picture.draft("RGB", (-(-self.width // shrink), -(-self.height // shrink)))
+            return rgb(picture)
+
+
 class Exact:
     """open_clip's own transform up to, not including, ToTensor and Normalize."""
 
@@ -69,8 +147,8 @@ class Exact:
         self._random = train
         self._max_pixels = max_pixels
 
-    def __call__(self, content: bytes | Pixels, seed: int) -> Pixels:
-        """Pixels [H, W, 3] of the tower's size; every random choice is a function of `seed`."""
+    def __call__(self, content: bytes | Pixels, seed: int) -> Tensor:
+        """Pixels [3, H, W] of the tower's size; every random choice is a function of `seed`."""
         picture = open_picture(content, self._max_pixels)
         state = random.getstate(), torch.get_rng_state()
         if self._random:
@@ -79,7 +157,7 @@ class Exact:
         try:
             for step in self._steps:
                 picture = step(picture)
-            return np.asarray(picture.convert("RGB"))
+            return torch.from_numpy(np.array(picture.convert("RGB"))).permute(2, 0, 1)
         except Exception as error:
             raise Undecodable("image cannot be decoded") from error
         finally:
@@ -88,37 +166,39 @@ class Exact:
 
 
 class Fast:
-    """RandomResizedCrop as open_clip trains with it, from a JPEG decoded no larger than the crop needs.
+    """RandomResizedCrop as open_clip trains with it, decoded at the scale that the crop needs.
 
-    A JPEG of 8x8 blocks can be decoded at 1/2, 1/4 or 1/8 of its size by leaving out high frequencies
-    (libjpeg's scaled DCT), which costs about as much less as the pixels are fewer; the crop is resized from
-    there. Other formats are decoded whole.
+    A JPEG can be decoded at 1/2, 1/4 or 1/8 of its size by leaving out the high frequencies of its 8x8
+    blocks (libjpeg's scaled DCT), which costs the less the fewer pixels come out. The crop lies on the grid
+    of the scaled picture, and is resized from there with antialiasing as Pillow does it, by torch's kernel
+    for uint8 (within 1 of Pillow's values, two to three times as fast). Other formats are decoded whole.
     """
 
     def __init__(self, spec: ImageInput, augmentation: dict[str, Any], max_pixels: int) -> None:
-        self._height, self._width = spec.size
+        self._size = spec.size
         self._scale = tuple(augmentation.get("scale", (0.9, 1.0)))
         self._ratio = tuple(augmentation.get("ratio") or (3 / 4, 4 / 3))
-        self._filter = Image.Resampling.BICUBIC
         self._max_pixels = max_pixels
 
-    def __call__(self, content: bytes | Pixels, seed: int) -> Pixels:
-        """Pixels [H, W, 3] of the tower's size; the crop is a function of `seed`."""
-        picture = open_picture(content, self._max_pixels)
-        left, top, width, height = self._crop(picture.width, picture.height, random.Random(seed))
-        full = picture.size
-        try:
-            if picture.format == "JPEG":
-                shrink = min(width / self._width, height / self._height)
-                picture.draft("RGB", (math.ceil(full[0] / shrink), math.ceil(full[1] / shrink)))
-            across, down = picture.width / full[0], picture.height / full[1]
-            if picture.mode != "RGB":
-                picture = picture.convert("RGB")
-            box = (left * across, top * down, (left + width) * across, (top + height) * down)
-            resized = picture.resize((self._width, self._height), self._filter, box)
-        except Exception as error:
-            raise Undecodable("image cannot be decoded") from error
-        return np.asarray(resized)
+    def __call__(self, content: bytes | Pixels, seed: int) -> Tensor:
+        """Pixels [3, H, W] of the tower's size; the crop is a function of `seed`."""
+        jpeg = JpegFile.read(content, self._max_pixels)
+        if jpeg is not None:
+            width, height = jpeg.width, jpeg.height
+        else:
+            picture = open_picture(content, self._max_pixels)
+            width, height = picture.size
+        left, top, across, down = self._crop(width, height, random.Random(seed))
+        shrink = 1
+        if jpeg is not None:
+            shrink = power_of_two_below(min(across / self._size[1], down / self._size[0]))
+            pixels = jpeg.pixels(shrink)
+        else:
+            pixels = rgb(picture)
+        top, left, down, across = (value // shrink for value in (top, left, down, across))
+        # the kernel takes twice as long for rows with gaps between them: a copy of the crop is cheaper
+        crop = np.ascontiguousarray(pixels[top : top + down, left : left + across])
+        return resize(torch.from_numpy(crop).permute(2, 0, 1), self._size)
 
     def _crop(self, width: int, height: int, chance: random.Random) -> tuple[int, int, int, int]:
         """Left, top, width and height of a random crop, by torchvision's rule for RandomResizedCrop."""

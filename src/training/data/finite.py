@@ -177,12 +177,12 @@ class LabelAssembler:
             except (Undecodable, LeftOut) as reason:
                 skipped[str(reason)] += 1
                 continue
-            pixels.append(torch.from_numpy(picture.copy()).permute(2, 0, 1))
+            pixels.append(picture)
             labels.append(label)
         images = torch.stack(pixels) if pixels else torch.empty(0, 3, *self.size, dtype=torch.uint8)
         return images, torch.tensor(labels, dtype=torch.int64)
 
-    def _read(self, raw: RawSample) -> tuple[NDArray[np.uint8], int]:
+    def _read(self, raw: RawSample) -> tuple[Tensor, int]:
         if raw.problem is not None:
             raise LeftOut(raw.problem)
         label, content = raw.parts.get("cls"), raw.parts.get("image")

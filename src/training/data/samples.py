@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardclip.training.data.batch import Batch
 from shardclip.training.data.config import DataConfig, suffixes
-from shardclip.training.data.decode import Decoder, Pixels, Undecodable
+from shardclip.training.data.decode import Decoder, Undecodable
 from shardclip.training.data.order import generator
 from shardclip.training.data.sources import RawSample
 
@@ -32,8 +32,8 @@ class Sample:
     """One sample on its way into a batch."""
 
     key: str
-    pixels: Pixels | None
-    """[H, W, 3], None for a caption without a picture."""
+    pixels: Tensor | None
+    """[3, H, W] uint8, None for a caption without a picture."""
     captions: list[str]
     """One in training, all that there are in evaluation, none for a picture without a caption."""
 
@@ -144,8 +144,8 @@ def collate(
     """The batch of some samples, in their order."""
     pictures = [(row, sample.pixels) for row, sample in enumerate(samples) if sample.pixels is not None]
     images = torch.empty(len(pictures), 3, *size, dtype=torch.uint8)
-    for image, (_, pixels) in zip(images.numpy(), pictures, strict=True):
-        image[...] = pixels.transpose(2, 0, 1)
+    for image, (_, pixels) in zip(images, pictures, strict=True):
+        image.copy_(pixels)
     texts = [(row, caption) for row, sample in enumerate(samples) for caption in sample.captions]
     # a tokenizer knows its width only from a text: an empty batch of texts is a slice of one
     tokens = tokenize([caption for _, caption in texts] or [""])[: len(texts)]

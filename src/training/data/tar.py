@@ -89,7 +89,7 @@ class TarSource:
         return raw
 
     def offers(self, whole: bool) -> bool:
-        """Whether any sample has all wanted roles (`whole`) or at least one: the first shard that does tells."""
+        """Whether any sample has all wanted roles (`whole`) or any of them; the first that does tells."""
         for shard in np.flatnonzero(self.shard_samples):
             index = self._index(int(shard))
             has = np.stack([index.members(suffixes)[0] >= 0 for suffixes in self.wanted.values()])
