@@ -36,6 +36,7 @@ class Totals:
     samples: int
     images: int
     texts: int
+    pairs: int
     target_tokens: int
     stop: bool
     """Whether any rank was asked to stop."""
@@ -141,12 +142,13 @@ class TrainingStep:
 
     def _agree(self, batch: Batch) -> Totals:
         tokens = int(count_targets(batch.texts[:, 1:], self.pad_id)) if self.objective.is_captioning else 0
-        local = [batch.samples, len(batch.images), len(batch.texts), tokens, self.processes.stop.flag()]
-        counts = torch.tensor(local)
+        pairs = int(torch.isin(batch.image_sample, batch.text_sample).sum())
+        images, texts = len(batch.images), len(batch.texts)
+        counts = torch.tensor([batch.samples, images, texts, pairs, tokens, self.processes.stop.flag()])
         if self.processes.is_distributed:
             dist.all_reduce(counts)
-        samples, images, texts, target_tokens, stop = counts.tolist()
-        return Totals(samples, images, texts, target_tokens, stop > 0)
+        *totals, stop = counts.tolist()
+        return Totals(*totals, stop=stop > 0)
 
     def _gradients(self, micro_batches: list[Batch], totals: Totals) -> tuple[dict[str, Tensor], Tensor]:
         """Leave the whole batch's gradient on the parameters; the losses, and the rate of duplicates."""
@@ -219,26 +221,16 @@ class TrainingStep:
         return caption_loss
 
     def _drop_unused(self, totals: Totals) -> list[nn.Parameter]:
-        """Trainable parameters; those of a tower that no rank used lose their (zero) gradient.
+        """The trainable parameters; those that no sample of any rank was for lose their (zero) gradient.
 
         A zero gradient is not the absence of one: AdamW would decay the weights and move by old momentum.
         """
-        unused = []
-        if totals.images == 0:
-            unused.append("visual.")
-        if totals.texts == 0:
-            unused.append("text.")
-        if self.objective.is_captioning and totals.target_tokens == 0:
-            unused.append("text_decoder.")
-        if totals.images == 0 or totals.texts == 0:
-            unused.append("logit_")
-        parameters = []
-        for name, parameter in self.engine.module.named_parameters():
-            if unused and clean_name(name).startswith(tuple(unused)):
+        named = [(clean_name(n), p) for n, p in self.engine.module.named_parameters() if p.requires_grad]
+        for name, parameter in named:
+            only_captions = name.startswith("text_decoder.")
+            if totals.pairs == 0 or (only_captions and totals.target_tokens == 0):
                 parameter.grad = None
-            if parameter.requires_grad:
-                parameters.append(parameter)
-        return parameters
+        return [parameter for _, parameter in named]
 
     def _culprits(self, batch: Batch, parameters: Sequence[nn.Parameter]) -> list[str]:
         """Keys of this rank's samples whose features alone are not finite."""

@@ -7,35 +7,23 @@ autograd over the concatenated batch in one process (and, where all samples are 
 from __future__ import annotations
 
 from itertools import product
-from typing import Any
 
 import pytest
 import tiny
 import torch
 import torch.nn.functional as F
+from steps import gradients, pixels, training_step
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from shardclip.models import factory
 from shardclip.models.dual_encoder import DualEncoder
 from shardclip.training.data.batch import Batch, concatenate
-from shardclip.training.distributed import current
-from shardclip.training.objective import Objective, ObjectiveConfig
-from shardclip.training.optimizer import clean_name
-from shardclip.training.parallel import ParallelConfig, parallelize
 from shardclip.training.step import StepResult, TrainingStep
 
 SAMPLES = 16
 SCENARIOS = ("paired", "uneven", "rank without images", "rank without texts")
 LOSSES = ("clip", "siglip", "coca", "distill")
 ACCUMULATIONS = (1, 4)
-
-
-class Recorder(torch.optim.SGD):
-    """An optimizer that keeps the gradients it is given and changes nothing."""
-
-    def step(self, closure: Any = None) -> None:
-        self.gradients = [None if p.grad is None else p.grad.clone() for p in self.param_groups[0]["params"]]
 
 
 def local_batch(scenario: str, rank: int, world_size: int) -> Batch:
@@ -53,10 +41,6 @@ def local_batch(scenario: str, rank: int, world_size: int) -> Batch:
     elif scenario == "rank without texts" and rank == world_size - 1:
         texts = rest
     return tiny.batch(images, texts, samples, first=first)
-
-
-def pixels(images: Tensor) -> Tensor:
-    return images.float() / 255 - 0.5
 
 
 def naive_loss(model: DualEncoder, batch: Batch, loss: str, teacher: DualEncoder | None) -> Tensor:
@@ -105,43 +89,11 @@ def teacher_of(loss: str) -> DualEncoder | None:
     return factory.build(tiny.spec("clip"), seed=7).requires_grad_(False) if loss == "distill" else None
 
 
-def step_for(loss: str, engine_name: str) -> TrainingStep:
-    """The step under an engine, over all ranks of the pool."""
-    processes = current()
-    spec = tiny.spec("clip" if loss == "distill" else loss)
-    shard = processes.world_size // 2 if engine_name == "hsdp" and processes.world_size > 2 else None
-    config = ParallelConfig(distributed_engine=engine_name, precision="fp32", fsdp_shard_size=shard)
-    source = factory.build(spec, seed=0) if processes.is_primary else None
-    engine = parallelize(
-        factory.build_meta(spec), config, processes, source=source, blank_text=tiny.blank_text()
-    )
-    parameters = list(engine.module.parameters())
-    return TrainingStep(
-        engine,
-        Objective(ObjectiveConfig(siglip=loss == "siglip"), spec),
-        Recorder(parameters, lr=0.0),
-        processes,
-        pixels=pixels,
-        blank_text=tiny.blank_text(),
-        blank_image=torch.zeros(1, 3, 32, 32, dtype=torch.uint8),
-        teacher=teacher_of(loss),
-    )
-
-
-def whole(gradient: Tensor) -> Tensor:
-    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-
-
 def compare(
     step: TrainingStep, result: StepResult, expected: dict[str, Tensor], loss: float
 ) -> dict[str, float]:
     """Largest relative error of a gradient, and those of norm and loss."""
-    names = [clean_name(name) for name, _ in step.engine.module.named_parameters()]
-    found = {
-        name: whole(gradient)
-        for name, gradient in zip(names, step.optimizer.gradients, strict=True)
-        if gradient is not None
-    }
+    found = gradients(step)
     norm = torch.stack([g.double().norm() for g in expected.values()]).norm().item()
     worst = max(
         ((found[name] - gradient).norm() / max(gradient.norm().item(), 1e-3 * norm)).item()
@@ -158,7 +110,7 @@ def compare(
 
 def errors_of(loss: str, engine_name: str) -> dict[tuple[str, int], dict[str, float]]:
     """Runs on every rank: all scenarios and accumulations of one loss under one engine."""
-    step = step_for(loss, engine_name)
+    step = training_step("clip" if loss == "distill" else loss, engine_name, teacher=teacher_of(loss))
     world_size = step.processes.world_size
     errors = {}
     for scenario in SCENARIOS:
