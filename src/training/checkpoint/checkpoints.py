@@ -5,20 +5,19 @@ from __future__ import annotations
 import logging
 import shutil
 import warnings
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from shardclip.errors import UserError
 from shardclip.training.checkpoint.config import CheckpointConfig, to_prune
+from shardclip.training.checkpoint.snapshot import Snapshot
 from shardclip.training.checkpoint.state import TrainState, load_targets, take_targets, to_plain, to_tensors
 from shardclip.training.checkpoint.storage import (
     PublishingWriter,
@@ -60,7 +59,9 @@ class Checkpoints:
         self.folder, self.config = Path(folder), config
         self.rank, self.world_size = processes.rank, processes.world_size
         self._group = self._own_group()
-        self._stager = _stager()
+        self._snapshot = Snapshot()
+        self._writing = ThreadPoolExecutor(1, "checkpoint")
+        self._versions = {package: version(package) for package in _PACKAGES}
         self._in_flight: tuple[Future[Any], Path, Path] | None = None
         self._attempts = self._failures = 0
         self._newest: int | None = None
@@ -89,17 +90,18 @@ class Checkpoints:
             "format": 1,
             "samples_seen": samples_seen,
             "world_size": self.world_size,
-            "versions": {package: version(package) for package in _PACKAGES},
+            "versions": self._versions,
         }
         writer = PublishingWriter(partial, final, described, self._prune)
-        future = dcp.async_save(  # the stager copies before this returns, hence a plain Future
-            to_tensors(state, self.rank),
+        copies = self._snapshot.take(to_tensors(state, self.rank))
+        # Not `dcp.async_save`: it walks through all entries once more while training stands still.
+        future = self._writing.submit(
+            dcp.save,
+            copies,
             storage_writer=writer,
             process_group=self._group,
-            async_stager=self._stager,
             no_dist=self._group is None,
         )
-        assert isinstance(future, Future)
         self._in_flight, self._newest = (future, partial, final), samples_seen
         if not self.config.async_save:
             self.wait()
@@ -132,7 +134,7 @@ class Checkpoints:
             UserError: it failed.
         """
         self.wait()
-        self._stager.close()
+        self._writing.shutdown()
         if self._failures:
             raise UserError("the last checkpoint could not be saved (see above); the one before it is kept")
 
@@ -224,16 +226,3 @@ class Checkpoints:
             values = [None] * self.world_size
             dist.all_gather_object(values, value, group=self._group)
         return next((found for found in values if found is not None), None)
-
-
-def _stager() -> DefaultStager:
-    """Copies to the CPU before `save` returns; its buffers are used again by the next save."""
-    on_gpu = torch.cuda.is_available()
-    return DefaultStager(
-        StagingOptions(
-            use_pinned_memory=on_gpu,
-            use_shared_memory=False,
-            use_async_staging=False,
-            use_non_blocking_copy=on_gpu,
-        )
-    )

@@ -12,6 +12,7 @@ batch and the data, samples do not. A folder of that name is whole, because it i
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
@@ -117,7 +119,11 @@ class PublishingWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this process's tensors, and send the check of each file along with the results."""
-        results = super().write_data(plan, planner).wait()
+        try:
+            results = super().write_data(plan, planner).wait()
+        except RuntimeError as error:
+            # torch's zip writer complains about its unfinished file, and hides what the disk said before.
+            raise error.__context__ if isinstance(error.__context__, OSError) else error from None
         for name in sorted({result.storage_data.relative_path for result in results}):
             check = FileCheck.of(self._partial / name)
             results.append(WriteResult(MetadataIndex(name), check.size, check))
@@ -257,13 +263,25 @@ def _read_index(path: Path) -> Metadata:
         ) from None
     if not isinstance(index, Metadata):
         raise UserError(f"{path}: refused, .metadata holds a {type(index).__name__}")
-    for key, kind in index.state_dict_metadata.items():
-        if not isinstance(kind, TensorStorageMetadata):
-            raise UserError(f"{path}: refused, entry {key!r} is not a tensor but a pickled object")
     for place in index.storage_data.values():
         if Path(place.relative_path).name != place.relative_path:
             raise UserError(f"{path}: refused, it points outside its folder ({place.relative_path})")
+    for key, kind in index.state_dict_metadata.items():
+        if not isinstance(kind, TensorStorageMetadata):
+            place = next(place for at, place in index.storage_data.items() if at.fqn == key)
+            raise UserError(f"{path}: refused, {key} is not a tensor but {_describe(path, place)}")
     return index
+
+
+def _describe(path: Path, place: Any) -> str:
+    """What an entry that is no tensor would have been, found out without making it."""
+    with (path / place.relative_path).open("rb") as file:
+        file.seek(place.offset)
+        content = io.BytesIO(file.read(place.length))
+    try:
+        return f"a {type(torch.load(content, weights_only=True)).__name__}"
+    except pickle.UnpicklingError as error:
+        return f"an object ({reason(error)})"
 
 
 def read_state(path: Path) -> dict[str, Any]:
