@@ -10,9 +10,9 @@ WebDataset shards:
     data/emoji/{train,validation,test}/{0..n}.tar      members KEY.png, KEY.txt, KEY.cls, KEY.json
     data/emoji/{train,validation,test}/nshards.txt
 
-`txt` holds the name, `cls` the group's index, `json` the list "captions": the name, and in train also the group
-and the name with each keyword, of which one is drawn at each visit. The same versions of the packages give the
-same bytes.
+`txt` holds the name, `cls` the group's index, `json` the list "captions": the name, and in train also the
+group and the name with each keyword, of which one is drawn at each visit. The same versions of the packages
+give the same bytes.
 """
 
 import argparse
