@@ -16,6 +16,7 @@ from shardclip.training import compatibility, parsing
 from shardclip.training.checkpoint.config import CheckpointConfig
 from shardclip.training.data.config import DataConfig
 from shardclip.training.distributed import DistributedConfig
+from shardclip.training.ema import EmaConfig
 from shardclip.training.evaluation.config import EvaluationConfig
 from shardclip.training.objective import ObjectiveConfig
 from shardclip.training.optimizer import OptimizerConfig
@@ -42,7 +43,7 @@ class RunConfig:
     max_skipped_steps: int = 10
     """Stop after so many steps in a row whose gradient was not finite."""
     dry_run: bool = False
-    """Check the settings, print the plan, read one batch, and take one step at tiny size."""
+    """Check settings, model and data, take one small step and save once, in a folder that is then removed."""
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size", "accum_freq", "max_skipped_steps"):
@@ -62,6 +63,7 @@ class TrainConfig:
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lock: LockConfig = field(default_factory=LockConfig)
+    ema: EmaConfig = field(default_factory=EmaConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

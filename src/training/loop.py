@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
-
-import torch
+import math
+import time
+from contextlib import nullcontext
+from typing import Any
 
 from shardclip.errors import UserError
 from shardclip.training.config import TrainConfig
 from shardclip.training.data.batch import Batch
 from shardclip.training.data.loader import merge_states
+from shardclip.training.data.prefetch import Prefetcher
 from shardclip.training.distributed import Processes
 from shardclip.training.evaluation.results import scalars
 from shardclip.training.evaluation.run import evaluate
@@ -45,29 +48,38 @@ class _Loop:
         self.run, self.tracker = run, tracker
         self.meter = Meter()
         self.skipped_in_a_row = 0
+        self.saved_at = time.monotonic()
         self.peak = peak_flops(run.processes.device, run.engine.compute_dtype)
 
     @property
-    def progress(self) -> dict:
+    def progress(self) -> dict[str, Any]:
+        """The run's clock and the position of its data: what a checkpoint keeps beside tensors."""
         return self.run.state.progress
 
     def train(self) -> int:
-        batches = iter(self.run.loader)
+        """Steps until the samples are seen or a stop is agreed; the exit code."""
+        run, position = self.run, self.run.processes.position
+        batches = Prefetcher(run.loader, lambda: run.processes.stop.requested)
         stopping = False
-        while self.progress["steps"] < self.run.length.steps and not stopping:
-            self.run.processes.position.at("data", self.progress["steps"] + 1)
+        while self.progress["steps"] < run.length.steps and not stopping:
+            position.at("data", self.progress["steps"] + 1)
             with self.meter.timing("data"):
-                batch = next(batches)
-            self.run.processes.position.at("train", self.progress["steps"] + 1, batch.keys)
+                batch = batches.next()
+            position.at("train", self.progress["steps"] + 1, batch.keys if batch else [])
+            totals = run.step.agree(batch, save=self._is_saving_time())
+            stopping = totals.stop
+            if batch is None or not totals.ready:
+                self._save()
+                break
             with self.meter.timing("step"):
-                lr = self.run.schedule.apply(self.run.step.optimizer, self.progress["samples"])
-                result = self.run.step(batch)
+                lr = run.schedule.apply(run.step.optimizer, self.progress["samples"])
+                result = run.step(batch, totals)
             self._advance(batch, result)
             self._track(result, lr)
-            self._evaluate_if_due(result.totals.samples)
-            stopping = result.totals.stop
-            self._save_if_due(result.totals.samples, stopping)
-        self.run.checkpoints.wait()
+            self._evaluate_if_due(totals.samples)
+            if totals.save or stopping or self._saving_is_due(totals.samples):
+                self._save()
+        run.checkpoints.close()
         return EXIT_REQUEUE if stopping else 0
 
     def _advance(self, batch: Batch, result: StepResult) -> None:
@@ -76,6 +88,8 @@ class _Loop:
         self.progress["data"] = batch.state
         self.meter.samples += result.totals.samples
         self.meter.steps += 1
+        if self.run.ema is not None and not result.skipped:
+            self.run.ema.update()
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
         if result.skipped:
             self._report_skip(result)
@@ -103,7 +117,7 @@ class _Loop:
         metrics |= {
             "lr": lr,
             "logit_scale": float(result.logit_scale),
-            "logit_scale_bound": float(torch.tensor(SCALE_BOUNDS[1]).exp()),
+            "logit_scale_bound": math.exp(SCALE_BOUNDS[1]),
             "grad_norm": result.gradient_norm,
             "duplicate_rate": float(result.duplicate_rate),
             "peak_memory_bytes": float(peak_memory_bytes(self.run.processes.device)),
@@ -138,31 +152,41 @@ class _Loop:
         if not tasks:
             return
         run.processes.position.at("evaluate", steps)
-        results = evaluate(
-            run.engine.module,
-            run.config.evaluation,
-            run.config.data,
-            run.image_input,
-            run.tokenize,
-            processes=run.processes,
-            tasks=tasks,
-            model_name=run.spec.name,
-            pretrained=run.folder.name,
-        )
+        with nullcontext() if run.ema is None else run.ema.swap():
+            results = evaluate(
+                run.engine.module,
+                run.config.evaluation,
+                run.config.data,
+                run.image_input,
+                run.tokenize,
+                processes=run.processes,
+                tasks=tasks,
+                model_name=run.spec.name,
+                pretrained=run.folder.name,
+            )
         if results:
             self.tracker.evaluation(scalars(results), samples, steps)
         self.meter.pause()
 
-    def _save_if_due(self, step_samples: int, stopping: bool) -> None:
+    def _saving_is_due(self, step_samples: int) -> bool:
         config = self.run.config.checkpoint.resolved(self.run.length.samples_per_epoch)
-        last = self.progress["steps"] == self.run.length.steps
         every = [self._epochs(config.save_frequency), config.save_every]
-        if not (self._is_due(step_samples, every) or last or stopping):
-            return
-        state = self.run.state
-        position = self.progress["data"]
-        state.progress["data"] = merge_states(self.run.processes.all_gather_object(position))
-        self.run.checkpoints.save(self.progress["samples"], state)
+        return self._is_due(step_samples, every) or self.progress["steps"] == self.run.length.steps
+
+    def _is_saving_time(self) -> bool:
+        """Whether rank 0's clock says that --save-minutes are over."""
+        minutes = self.run.config.checkpoint.save_minutes
+        if minutes is None or not self.run.processes.is_primary:
+            return False
+        return time.monotonic() - self.saved_at >= 60 * minutes
+
+    def _save(self) -> None:
+        run, own = self.run, self.progress["data"]
+        run.processes.position.at("save", self.progress["steps"])
+        self.progress["data"] = merge_states(run.processes.all_gather_object(own))
+        run.checkpoints.save(self.progress["samples"], run.state)
+        self.progress["data"] = own
+        self.saved_at = time.monotonic()
 
     def _epochs(self, count: int | None) -> int | None:
         return count * self.run.length.samples_per_epoch if count else None

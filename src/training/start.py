@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,10 +22,12 @@ from shardclip.training.checkpoint import Checkpoints, TrainState
 from shardclip.training.config import TrainConfig
 from shardclip.training.data.image_input import ImageInput, normalise
 from shardclip.training.data.loader import TrainLoader, train_loader
+from shardclip.training.data.samples import Tokenizer
 from shardclip.training.distributed import Processes
+from shardclip.training.ema import Ema
 from shardclip.training.objective import Objective
-from shardclip.training.optimizer import build_optimizer, plan_parameters
-from shardclip.training.parallel import Engine, parallelize
+from shardclip.training.optimizer import ParameterPlan, build_optimizer, plan_parameters
+from shardclip.training.parallel import Engine, ParallelConfig, parallelize
 from shardclip.training.schedule import Schedule, build_schedule
 from shardclip.training.step import LossScale, TrainingStep
 from shardclip.training.throughput import forward_flops
@@ -51,6 +52,7 @@ class Run:
     checkpoints: Checkpoints
     state: TrainState
     length: Length
+    ema: Ema | None
     flops_per_sample: int | None
     """Of the forward pass of one pair."""
 
@@ -130,98 +132,116 @@ def start_run(config: TrainConfig, folder: Path, processes: Processes) -> Run:
     with phase("model"), processes.together("building the model"):
         spec = factory.resolve(config.model, sigmoid=config.objective.siglip)
         tokenize = factory.tokenizer(spec)
+        blank_text = tokenize([""])
+        image_input = ImageInput.from_preprocess_cfg(spec.preprocess_cfg)
         source = factory.build(spec, config.model, seed=config.run.seed) if processes.is_primary else None
         model = factory.build_meta(spec)
         lock(model, config.lock)
         plan = plan_parameters(model, config.optimizer)
         objective = Objective(config.objective, spec)
-    flops = None
-    if processes.is_primary:
-        flops = forward_flops(model, _size(spec), tokenize([""]).shape[1])
-        _report(spec, model, plan, flops)
+        flops = _report(spec, model, plan, image_input, blank_text) if processes.is_primary else None
     with phase("engine"), processes.together("laying the model over the processes"):
-        engine = parallelize(model, config.parallel, processes, source=source, blank_text=tokenize([""]))
+        engine = parallelize(model, config.parallel, processes, source=source, blank_text=blank_text)
         del source
         optimizer = build_optimizer(engine.module, plan, config.optimizer)
+        _report_precision(engine, config.parallel)
     with phase("data"), processes.together("opening the training data"):
-        image_input = ImageInput.from_preprocess_cfg(spec.preprocess_cfg)
-        loader = train_loader(
-            config.data,
-            image_input,
-            tokenize,
-            batch_size=config.run.batch_size * config.run.accum_freq,
-            rank=processes.rank,
-            world_size=processes.world_size,
-            seed=config.run.seed,
-            pin_memory=processes.device.type == "cuda",
-        )
-        global_batch = config.run.batch_size * config.run.accum_freq * processes.world_size
-        length = Length(loader.samples_per_epoch, config.run.epochs, global_batch)
-        schedule = build_schedule(
-            config.optimizer,
-            total_samples=length.samples,
-            epoch_samples=length.samples_per_epoch,
-            global_batch=global_batch,
-        )
-    log.info("length: %s", length)
-    loss_scale = LossScale(2.0**16, dynamic=True) if engine.compute_dtype == torch.float16 else LossScale()
+        loader, length = _open_data(config, image_input, tokenize, processes)
+    scaler = LossScale(2.0**16, dynamic=True) if engine.compute_dtype == torch.float16 else LossScale()
+    ema = None
+    if config.ema.ema_decay is not None:
+        ema = Ema(engine.module, config.ema.ema_decay, config.ema.ema_warmup)
+    torch.manual_seed(config.run.seed + processes.rank)
+    with phase("resume"):
+        state = TrainState(engine.module, optimizer, ema=ema, scaler=scaler)
+        checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint, processes)
+        _resume(checkpoints, state, loader, length)
     step = TrainingStep(
         engine,
         objective,
         optimizer,
         processes,
         pixels=lambda images: normalise(images, image_input),
-        blank_text=tokenize([""]).to(processes.device),
+        blank_text=blank_text.to(processes.device),
         blank_image=torch.zeros(1, 3, *image_input.size, dtype=torch.uint8, device=processes.device),
         pad_id=factory.pad_id(spec),
         accumulation=config.run.accum_freq,
         max_norm=config.optimizer.grad_clip_norm,
-        loss_scale=loss_scale,
+        loss_scale=scaler,
     )
-    state = TrainState(engine.module, optimizer, scaler=loss_scale)
-    checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint, processes)
-    run = Run(
-        config, processes, folder, spec, image_input, tokenize, engine, step, schedule, loader, checkpoints,
-        state, length, flops,
-    )  # fmt: skip
-    torch.manual_seed(config.run.seed + processes.rank)
-    with phase("resume"):
-        _resume(run)
+    schedule = build_schedule(
+        config.optimizer,
+        total_samples=length.samples,
+        epoch_samples=length.samples_per_epoch,
+        global_batch=length.global_batch,
+        first_global_batch=state.progress["first_global_batch"],
+    )
     if processes.is_primary:
         configuration.save(config, folder / "config.yaml")
         spec.save(folder / "model.json")
-    return run
+    return Run(
+        config, processes, folder, spec, image_input, tokenize, engine, step, schedule, loader, checkpoints,
+        state, length, ema, flops,
+    )  # fmt: skip
 
 
-def _size(spec: ModelSpec) -> tuple[int, int]:
-    return ImageInput.from_preprocess_cfg(spec.preprocess_cfg).size
-
-
-def _report(spec: ModelSpec, model: DualEncoder, plan: Any, flops: int | None) -> None:
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    log.info(
-        "model %s: %s parameters, %s forward FLOPs a pair",
-        spec.name,
-        f"{parameters:,}",
-        "unknown" if flops is None else f"{flops:,}",
+def _open_data(
+    config: TrainConfig, image_input: ImageInput, tokenize: Tokenizer, processes: Processes
+) -> tuple[TrainLoader, Length]:
+    local_batch = config.run.batch_size * config.run.accum_freq
+    loader = train_loader(
+        config.data,
+        image_input,
+        tokenize,
+        batch_size=local_batch,
+        rank=processes.rank,
+        world_size=processes.world_size,
+        seed=config.run.seed,
+        pin_memory=processes.device.type == "cuda",
     )
+    length = Length(loader.samples_per_epoch, config.run.epochs, local_batch * processes.world_size)
+    log.info("length: %s", length)
+    return loader, length
+
+
+def _report(
+    spec: ModelSpec, model: DualEncoder, plan: ParameterPlan, image_input: ImageInput, blank_text: Tensor
+) -> int | None:
+    """Log what is learnt, and how; FLOPs of the forward pass of one pair."""
+    flops = forward_flops(model, image_input.size, blank_text.shape[1])
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    counted = "an unknown number of" if flops is None else f"{flops:,}"
+    log.info("model %s: %s parameters, %s forward FLOPs a pair", spec.name, f"{parameters:,}", counted)
     for row in trainable_table(model):
         log.info("group %-44s %15s trainable %15s frozen", row.group, f"{row.trainable:,}", f"{row.frozen:,}")
     for name, tensors, numbers in plan.table():
         log.info("parameters %-28s %6d tensors %15s numbers", name, tensors, f"{numbers:,}")
     log.debug("every parameter's group:\n%s", plan.listing())
+    return flops
 
 
-def _resume(run: Run) -> None:
+def _report_precision(engine: Engine, config: ParallelConfig) -> None:
+    weights = {str(parameter.dtype).removeprefix("torch.") for parameter in engine.module.parameters()}
+    compute = str(engine.compute_dtype or torch.float32).removeprefix("torch.")
+    reduced = config.fsdp_gradient_reduction_precision if engine.units else "fp32"
+    log.info(
+        "engine %s: weights and moments %s, towers compute in %s, gradients are summed in %s",
+        engine.kind,
+        "/".join(sorted(weights)),
+        compute,
+        reduced,
+    )
+
+
+def _resume(checkpoints: Checkpoints, state: TrainState, loader: TrainLoader, length: Length) -> None:
     """Go on from the checkpoint that the settings name; a new run where `latest` finds none."""
-    run.state.progress.update(samples=0, steps=0)
-    wanted = run.config.checkpoint.resume
-    if wanted is None:
-        return
-    path = run.checkpoints.latest() if wanted == "latest" else Path(wanted)
-    if path is None:
-        log.info("--resume latest: no checkpoint in %s yet, so this is a new run", run.folder)
-        return
-    run.checkpoints.load(path, run.state)
-    run.loader.load_state_dict(run.state.progress["data"])
-    log.info("resumed %s: %s samples seen", path, f"{run.state.progress['samples']:,}")
+    state.progress.update(
+        samples=0, steps=0, first_global_batch=length.global_batch, data=loader.state_dict()
+    )
+    path = checkpoints.to_resume()
+    if path is not None:
+        checkpoints.load(path, state)
+        loader.load_state_dict(state.progress["data"])
+        log.info("resumed %s: %s samples seen", path, f"{state.progress['samples']:,}")
+    elif checkpoints.config.resume is not None:
+        log.info("--resume latest: there is no checkpoint yet, so this is a new run")

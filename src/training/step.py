@@ -38,8 +38,12 @@ class Totals:
     texts: int
     pairs: int
     target_tokens: int
+    ready: bool
+    """Whether every rank has a batch."""
     stop: bool
     """Whether any rank was asked to stop."""
+    save: bool
+    """Whether any rank wants a checkpoint after this step."""
 
 
 @dataclass
@@ -111,9 +115,14 @@ class TrainingStep:
     loss_scale: LossScale = field(default_factory=LossScale)
     teacher: DualEncoder | None = None
 
-    def __call__(self, batch: Batch) -> StepResult:
-        """Train on this rank's `batch`; all ranks call at the same time. The learning rate is set before."""
-        totals = self._agree(batch)
+    def __call__(self, batch: Batch, totals: Totals | None = None) -> StepResult:
+        """Train on this rank's `batch`; every rank calls it. The learning rate is set before.
+
+        Args:
+            batch: this rank's samples.
+            totals: what `agree` said of this step; asked for here if not given.
+        """
+        totals = totals or self.agree(batch)
         micro_batches = batch.to(self.processes.device).split(self.accumulation)
         losses, rate = self._gradients(micro_batches, totals)
         parameters = self._drop_unused(totals)
@@ -140,15 +149,24 @@ class TrainingStep:
             culprits=culprits,
         )
 
-    def _agree(self, batch: Batch) -> Totals:
-        tokens = int(count_targets(batch.texts[:, 1:], self.pad_id)) if self.objective.is_captioning else 0
-        pairs = int(torch.isin(batch.image_sample, batch.text_sample).sum())
-        images, texts = len(batch.images), len(batch.texts)
-        counts = torch.tensor([batch.samples, images, texts, pairs, tokens, self.processes.stop.flag()])
+    def agree(self, batch: Batch | None, save: bool = False) -> Totals:
+        """Add up what the ranks hold and wish, in one small reduction; every rank calls it before a step.
+
+        Args:
+            batch: this rank's part of the step; None if it has none and only wants to be heard.
+            save: whether this rank wants a checkpoint after the step.
+        """
+        held = [0] * 5 if batch is None else self._holdings(batch)
+        counts = torch.tensor([*held, int(batch is not None), self.processes.stop.flag(), int(save)])
         if self.processes.is_distributed:
             dist.all_reduce(counts)
-        *totals, stop = counts.tolist()
-        return Totals(*totals, stop=stop > 0)
+        *totals, ready, stop, wish = counts.tolist()
+        return Totals(*totals, ready=ready == self.processes.world_size, stop=stop > 0, save=wish > 0)
+
+    def _holdings(self, batch: Batch) -> list[int]:
+        pairs = int(torch.isin(batch.image_sample, batch.text_sample).sum())
+        tokens = int(count_targets(batch.texts[:, 1:], self.pad_id)) if self.objective.is_captioning else 0
+        return [batch.samples, len(batch.images), len(batch.texts), pairs, tokens]
 
     def _gradients(self, micro_batches: list[Batch], totals: Totals) -> tuple[dict[str, Tensor], Tensor]:
         """Leave the whole batch's gradient on the parameters; the losses, and the rate of duplicates."""
