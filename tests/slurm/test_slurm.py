@@ -1,0 +1,145 @@
+"""The shipped batch files on a real SLURM: who is who, preemption, requeue, a loss curve without a seam."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from cluster import Cluster
+
+pytestmark = pytest.mark.slurm
+
+ROOT = Path(__file__).parents[2]
+
+MODEL = {
+    "embed_dim": 16,
+    "vision_cfg": {"image_size": 32, "layers": 2, "width": 32, "head_width": 16, "patch_size": 16},
+    "text_cfg": {"context_length": 8, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 2},
+}
+STEPS = 150
+TRAIN = (
+    "--model-config model.json --dataset-type synthetic --fsdp --device cpu --precision fp32 --workers 0 "
+    f"--batch-size 4 --train-num-samples {STEPS * 8} --epochs 1 --warmup 0 --log-every-n-steps 1"
+)
+ONE_TASK_A_NODE = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=1", "--time=60")
+ONE_NODE = ("--gpus-per-node=1", "--cpus-per-task=2", "--time=60")
+
+INTRODUCE = """
+import sys
+from shardclip.training.distributed import DistributedConfig
+from shardclip.training.worker import run_worker
+sys.exit(run_worker(lambda p: print(f"I am {p.rank} of {p.world_size}"), DistributedConfig(device="cpu")))
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to submit from, with the scripts, and this interpreter's `shardclip` on the PATH."""
+    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
+    (tmp_path / "model.json").write_text(json.dumps(MODEL))
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return tmp_path
+
+
+def _submit(cluster: Cluster, place: Path, name: str, file: str, options: tuple[str, ...], flags: str) -> str:
+    cluster.environment["PATH"] = os.environ["PATH"]
+    words = ("-J", name, *options, f"scripts/slurm/{file}", *flags.split())
+    return cluster.submit(*words, cwd=place, NPROC="2", OMP_NUM_THREADS="1")
+
+
+def _losses(place: Path, run: str) -> dict[int, float]:
+    """The loss by step; a step that was logged twice counts as it was last."""
+    file = place / "runs" / run / "metrics.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return {row["step"]: row["loss"] for row in map(json.loads, lines) if "loss" in row}
+
+
+def _preempt(cluster: Cluster, place: Path, job: str, run: str, after: int) -> None:
+    """Signal the job when it has made `after` steps, and let it start again at once."""
+    before = int(cluster.job(job)["Restarts"])
+    cluster.until(lambda: len(_losses(place, run)) >= after, 180)
+    cluster.run("scancel", "--signal=USR1", "--batch", job)
+
+    def waits_for_its_turn() -> bool:
+        shown = cluster.job(job)
+        return int(shown["Restarts"]) == before + 1 and shown["JobState"] == "PENDING"
+
+    cluster.until(waits_for_its_turn, 120)
+    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+
+
+def test_b22_the_tasks_of_a_step_are_ranks_and_a_plain_process_of_a_job_is_alone(
+    cluster: Cluster, place: Path
+) -> None:
+    (place / "introduce.py").write_text(INTRODUCE)
+    (place / "job.sh").write_text(
+        f"#!/bin/bash\n{sys.executable} introduce.py > alone\n"
+        f"srun --label {sys.executable} introduce.py > step\n"
+    )
+    job = cluster.submit(*ONE_TASK_A_NODE, "job.sh", cwd=place)
+    assert cluster.finished(job, 120)["JobState"] == "COMPLETED"
+    alone, step = (place / "alone").read_text(), (place / "step").read_text()
+    assert "SLURM_NTASKS=2" in alone
+    assert "I am 0 of 1" in alone
+    assert {"0: I am 0 of 2", "1: I am 1 of 2"} <= set(step.splitlines())
+    # Both nodes have this machine's host name; SLURM's own names tell them apart.
+    assert "0:   n1: rank 0 (cpu)\n0:   n2: rank 1 (cpu)\n" in step
+
+
+def test_b25_a_run_that_is_preempted_twice_equals_one_that_is_not(cluster: Cluster, place: Path) -> None:
+    whole = _submit(cluster, place, "whole", "one_node.sbatch", ONE_NODE, TRAIN)
+    assert cluster.finished(whole, 300)["JobState"] == "COMPLETED", (place / f"whole-{whole}.log").read_text()
+    cut = _submit(cluster, place, "cut", "many_nodes.sbatch", ONE_TASK_A_NODE, TRAIN)
+    _preempt(cluster, place, cut, f"cut-{cut}", 10)
+    _preempt(cluster, place, cut, f"cut-{cut}", 50)
+    assert cluster.finished(cut, 300)["JobState"] == "COMPLETED"
+
+    losses = _losses(place, f"whole-{whole}")
+    assert len(losses) == STEPS
+    assert _losses(place, f"cut-{cut}") == losses
+    log = (place / f"cut-{cut}.log").read_text()
+    assert [f"start {number}, on n[1-2]" in log for number in range(4)] == [True, True, True, False]
+    assert f"--name cut-{cut} --resume latest" in log
+    assert [file.name for file in sorted((place / "logs" / f"cut-{cut}").iterdir())] == [
+        "rank-0000.log",
+        "rank-0001.log",
+    ]
+
+
+def test_b25_a_run_on_one_node_goes_on_after_preemption(cluster: Cluster, place: Path) -> None:
+    job = _submit(cluster, place, "one", "one_node.sbatch", ONE_NODE, TRAIN)
+    _preempt(cluster, place, job, f"one-{job}", 10)
+    assert cluster.finished(job, 300)["JobState"] == "COMPLETED", (place / f"one-{job}.log").read_text()
+    assert sorted(_losses(place, f"one-{job}")) == list(range(1, STEPS + 1))
+
+
+def test_a_mistake_ends_the_job_with_its_code(cluster: Cluster, place: Path) -> None:
+    flags = f"{TRAIN} --dataset-type webdataset --train-data missing-{{0..3}}.tar"
+    job = _submit(cluster, place, "wrong", "many_nodes.sbatch", ONE_TASK_A_NODE, flags)
+    shown = cluster.finished(job, 180)
+    assert (shown["JobState"], shown["ExitCode"], shown["Restarts"]) == ("FAILED", "2:0", "0")
+    logs = place / "logs" / f"wrong-{job}"
+    assert "missing-0.tar" in (logs / "rank-0000.log").read_text()
+    assert "missing-0.tar" not in (logs / "rank-0001.log").read_text()
+
+
+def test_each_element_of_an_array_gets_its_line(cluster: Cluster, place: Path) -> None:
+    stand_in = place / "bin" / "shardclip"
+    stand_in.parent.mkdir()
+    stand_in.write_text('#!/bin/bash\necho "$@"\n')
+    stand_in.chmod(0o755)
+    (place / "runs.txt").write_text("--name a --lr 1e-3\n--name b --lr 1e-4\n")
+    job = cluster.submit(
+        *ONE_NODE,
+        "--array=1-2",
+        "scripts/slurm/array.sbatch",
+        "runs.txt",
+        "--fsdp",
+        cwd=place,
+        PATH=f"{stand_in.parent}:{os.environ['PATH']}",
+    )
+    for element, flags in ((1, "--fsdp --name a --lr 1e-3"), (2, "--fsdp --name b --lr 1e-4")):
+        assert cluster.finished(f"{job}_{element}", 60)["JobState"] == "COMPLETED"
+        assert (place / f"clip-array-{job}-{element}.log").read_text().splitlines()[-1].endswith(flags)
