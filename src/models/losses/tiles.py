@@ -74,9 +74,8 @@ class Logits:
     def __call__(self, tile: Tile) -> Tensor:
         """[rows, columns] of `tile`, in new memory."""
         batch = self.batch
-        logits = (self.scale * batch.image_features[tile.images]) @ batch.text_features[tile.texts].T
-        if self.bias is not None:
-            logits += self.bias
+        scaled, texts = self.scale * batch.image_features[tile.images], batch.text_features[tile.texts].T
+        logits = scaled @ texts if self.bias is None else torch.addmm(self.bias, scaled, texts)
         if self.mask_duplicates:
             equal = batch.image_caption[tile.images, None] == batch.text_caption[None, tile.texts]
             equal &= batch.image_sample[tile.images, None] != batch.text_sample[None, tile.texts]
