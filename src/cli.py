@@ -6,6 +6,7 @@ torchrun --nproc-per-node 8 -m shardclip train --fsdp ...
 srun shardclip train --fsdp ...               # one task per GPU
 """
 
+import difflib
 import importlib
 import importlib.util
 import os
@@ -35,8 +36,8 @@ VERBS = {
         "shardclip.training.evaluation.command", "main", "evaluate a saved run or an open_clip file"
     ),
     "plan": Verb("shardclip.training.planning", "main", "memory and traffic of a run before it is submitted"),
-    "index": Verb("shardclip.training.data.index", "main", "count and index shards"),
-    "export": Verb("shardclip.training.export", "main", "write a checkpoint that open_clip opens"),
+    "index": Verb("shardclip.commands", "index", "count and index shards"),
+    "export": Verb("shardclip.commands", "export", "write a checkpoint that open_clip opens"),
     "doctor": Verb("shardclip.doctor", "main", "what this machine has, and what a run would miss"),
     "plot": Verb(
         "shardclip.training.plotting", "main", "draw loss, accuracy, throughput, scale and norms of runs"
@@ -61,13 +62,14 @@ def train(argv: Sequence[str]) -> int:
     if launch_config.nproc is not None:
         return launch(launch_config, ["train", *words])
 
-    from shardclip.training import loop
+    from shardclip.training import loop, rehearsal
     from shardclip.training.worker import run_worker
 
     def work(processes: "Processes") -> int:
         if processes.is_primary and notes:
             print("\n".join(notes), flush=True)
-        return loop.train(config, processes)
+        run = rehearsal.rehearse if config.run.dry_run else loop.train
+        return run(config, processes)
 
     return run_worker(work, config.distributed)
 
@@ -94,7 +96,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     verb = available().get(words[0])
     try:
         if verb is None:
-            raise UserError(f"no verb {words[0]!r}: it is one of {', '.join(available())}")
+            near = difflib.get_close_matches(words[0], available(), n=1)
+            hint = f"; the nearest is {near[0]}" if near else ""
+            raise UserError(f"no verb {words[0]!r}{hint}. The verbs are {', '.join(available())}")
         return getattr(importlib.import_module(verb.module), verb.function)(words[1:])
     except UserError as error:
         if _speaks_for_its_host():

@@ -68,9 +68,7 @@ def read_run(run: Path) -> tuple[list[Row], list[Row]]:
     """
     training, results = read_lines(run / "metrics.jsonl"), read_lines(run / "results.jsonl")
     if not training and not results:
-        raise UserError(
-            f"{run}: holds no metrics.jsonl and no results.jsonl, so it is not the folder of a run"
-        )
+        raise UserError(f"{run}: holds no metrics.jsonl and no results.jsonl, so it is no run's folder")
     return training, results
 
 

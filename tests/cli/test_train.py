@@ -4,9 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from commands import Finished, small_run
+from data.shards import write_shards
 from PIL import Image
 
+from commands import Finished, small_run
 from shardclip import cli
 from shardclip.training import config
 
@@ -35,8 +36,39 @@ def test_a_run_leaves_its_settings_its_numbers_and_a_checkpoint(
         assert len(curves.convert("RGB").getcolors(2**20)) > 10
     assert cli.main(["compare", str(run)]) == 0
     assert "image_to_text_R@1" in capsys.readouterr().out
+    assert cli.main(["export", str(run), "--out", str(tmp_path / "out" / "model.safetensors")]) == 0
+    assert (tmp_path / "out" / "model.safetensors").stat().st_size > 1_000_000
 
     again = Finished(tmp_path, ["train", "--config", str(run / "config.yaml"), "--name", "second"])
     assert again.codes == [0, 0], again.said
     second = [json.loads(line) for line in (tmp_path / "runs/second/metrics.jsonl").read_text().splitlines()]
     assert [row["loss"] for row in second] == [row["loss"] for row in rows]
+
+
+def test_a_dry_run_trains_one_step_and_leaves_nothing(tmp_path: Path) -> None:
+    words = ["train", *small_run(tmp_path), "--dataset-type", "synthetic", "--fsdp", "--dry-run"]
+    finished = Finished(tmp_path, words)
+    assert finished.codes == [0, 0], finished.said
+    assert finished.said.count("Train Epoch: 0 [4/4 (100%)]") == 1
+    assert finished.said.count("dry run: settings, data, model, one step and one checkpoint are well") == 1
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_index_counts_samples_and_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = write_shards(tmp_path / "whole", [3, 2])
+    assert cli.main(["index", whole]) == 0
+    assert "5 samples in 2 shards" in capsys.readouterr().out
+    shard = tmp_path / "whole" / "00001.tar"
+    shard.write_bytes(shard.read_bytes()[:530])
+    assert cli.main(["index", str(shard)]) == 1
+    assert f"damaged: {shard}" in capsys.readouterr().out
+
+
+def test_a_verb_that_is_none_and_words_that_are_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["trian"], ["plot"], ["compare"], ["index"], ["export"]):
+        assert cli.main(words) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 5
+    assert said[0].startswith("shardclip: no verb 'trian'; the nearest is train")
+    assert cli.main([]) == 2
+    assert "usage: shardclip VERB" in capsys.readouterr().out
