@@ -6,9 +6,10 @@ from importlib import resources
 import resvg_py
 import uharfbuzz as hb
 from concepts import Concept
-from PIL import Image
+from PIL import Image, ImageOps
 
 PIXELS = 72  # Twemoji's own size
+INSIDE = 68  # of these, the drawing's longer side
 ARTISTS = ("twemoji", "openmoji", "noto")
 CREDITS = (
     "Pictures: Twemoji (c) Twitter, Inc. and contributors, CC BY 4.0; OpenMoji, openmoji.org, CC BY-SA 4.0; "
@@ -36,7 +37,7 @@ class Artists:
 
     def _draw_twemoji(self, concept: Concept) -> Image.Image | None:
         name = self._twemoji_files.get(concept.key)
-        return name and _on_white((self._twemoji / name).read_bytes())
+        return name and _framed((self._twemoji / name).read_bytes())
 
     def _draw_openmoji(self, concept: Concept) -> Image.Image | None:
         name = self._openmoji_files.get(concept.key)
@@ -61,7 +62,7 @@ def _by_plain_name(folder, suffix: str) -> dict[str, str]:
 
 
 def _outline(font: hb.Font, glyph: int) -> str:
-    """The glyph as an SVG that is just large enough for it, square, y downwards."""
+    """The glyph as an SVG that is just large enough for it, y downwards."""
     path: list[str] = []
     draw = hb.DrawFuncs()
     draw.set_move_to_func(lambda x, y, path: path.append(f"M{x:g},{-y:g}"))
@@ -73,17 +74,18 @@ def _outline(font: hb.Font, glyph: int) -> str:
     draw.set_close_path_func(lambda path: path.append("Z"))
     font.draw_glyph(glyph, draw, path)
     box = font.get_glyph_extents(glyph)
-    side = 1.06 * max(box.width, -box.height)
-    left, top = box.x_bearing + box.width / 2 - side / 2, -box.y_bearing - box.height / 2 - side / 2
-    view = f"{left:g} {top:g} {side:g} {side:g}"
+    view = f"{box.x_bearing:g} {-box.y_bearing:g} {box.width:g} {-box.height:g}"
     return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{view}"><path d="{" ".join(path)}"/></svg>'
 
 
 def _render(svg: str) -> Image.Image:
-    png = resvg_py.svg_to_bytes(svg_string=svg, width=PIXELS, height=PIXELS, skip_system_fonts=True)
-    return _on_white(bytes(png))
+    png = resvg_py.svg_to_bytes(svg_string=svg, width=2 * PIXELS, height=2 * PIXELS, skip_system_fonts=True)
+    return _framed(bytes(png))
 
 
-def _on_white(png: bytes) -> Image.Image:
+def _framed(png: bytes) -> Image.Image:
+    """On white, as large as the square allows: each artist leaves margins of their own."""
     picture = Image.open(io.BytesIO(png)).convert("RGBA")
-    return Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture).convert("RGB")
+    drawn = ImageOps.pad(picture.crop(picture.getchannel("A").getbbox()), (INSIDE, INSIDE))
+    framed = ImageOps.expand(drawn, (PIXELS - INSIDE) // 2)
+    return Image.alpha_composite(Image.new("RGBA", framed.size, "white"), framed).convert("RGB")
