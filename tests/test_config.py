@@ -92,13 +92,11 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
     [
         ("- a\n- b\n", "must be a mapping"),
         ("a: [1\n", "is not YAML"),
-        (None, "cannot be read: No such file"),
     ],
 )
-def test_a_file_that_is_no_configuration(tmp_path: Path, content: str | None, message: str) -> None:
+def test_a_file_that_is_no_configuration(tmp_path: Path, content: str, message: str) -> None:
     file = tmp_path / "run.yaml"
-    if content is not None:
-        file.write_text(content)
+    file.write_text(content)
     assert any(line.startswith(str(file)) and message in line for line in problems(["--config", str(file)]))
 
 
@@ -162,3 +160,31 @@ def test_defaults_are_written_once() -> None:
     assert parsed == dataclasses.replace(
         TrainConfig(), data=dataclasses.replace(TrainConfig().data, train_data=SOURCE[1])
     )
+
+
+PRESETS = sorted(config.PRESETS.glob("*.yaml"))
+
+
+@pytest.mark.parametrize("preset", [path.stem for path in PRESETS])
+def test_a_preset_is_a_run_that_only_lacks_its_data(preset: str) -> None:
+    from open_clip import list_models
+
+    parsed = config.parse(["--config", preset, *SOURCE, "--batch-size", "7"])
+    assert parsed.run.batch_size == 7
+    assert parsed.model.model in list_models()
+    assert "# Source: " in (config.PRESETS / f"{preset}.yaml").read_text(encoding="utf-8")
+
+
+def test_presets_keep_what_their_sources_say() -> None:
+    assert len(PRESETS) == 9
+    laion = config.parse(["--config", "laion400m-b32-86k", *SOURCE])
+    assert laion.run.batch_size * 128 == 86016
+    xlarge = config.parse(["--config=datacomp-xlarge", *SOURCE])
+    assert xlarge.data.train_num_samples is not None
+    assert xlarge.data.train_num_samples * xlarge.run.epochs == 12_800_000_000
+    assert (xlarge.optimizer.lr, xlarge.optimizer.beta2, xlarge.optimizer.warmup) == (1e-3, 0.95, 10_000)
+
+
+def test_a_preset_or_file_that_is_not_there_names_the_presets() -> None:
+    with pytest.raises(UserError, match=r"no such file, and the presets are .*datacomp-small"):
+        config.parse(["--config", "datacomp-smal"])

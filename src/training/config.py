@@ -23,6 +23,9 @@ from shardclip.training.optimizer import OptimizerConfig
 from shardclip.training.parallel import ParallelConfig
 from shardclip.training.tracking import TrackingConfig
 
+PRESETS = Path(__file__).parents[1] / "presets"
+"""YAML files of known recipes, each with its source."""
+
 
 @dataclass(frozen=True)
 class RunConfig:
@@ -83,7 +86,7 @@ def show_help() -> None:
     parsing.show_help(
         TrainCommand,
         "shardclip train",
-        "Train a CLIP-like model. --config FILE reads settings from YAML (a run's config.yaml too); flags go "
+        "Train a CLIP-like model. --config reads a YAML file (a run's config.yaml too) or a preset; flags go "
         "over it. open_clip's flag names are accepted.",
     )
 
@@ -120,14 +123,24 @@ def _take_config_flag(argv: Sequence[str]) -> tuple[list[Path], list[str]]:
     rest = iter(argv)
     for word in rest:
         if word == "--config":
-            if (file := next(rest, None)) is None:
-                raise UserError("--config: needs the path of a YAML file")
-            files.append(Path(file))
+            if (name := next(rest, None)) is None:
+                raise UserError("--config: needs a YAML file or the name of a preset")
+            files.append(_config_file(name))
         elif word.startswith("--config="):
-            files.append(Path(word.removeprefix("--config=")))
+            files.append(_config_file(word.removeprefix("--config=")))
         else:
             words.append(word)
     return files, words
+
+
+def _config_file(name: str) -> Path:
+    """The file meant by a path or by the name of a preset."""
+    if Path(name).exists():
+        return Path(name)
+    presets = {path.stem: path for path in sorted(PRESETS.glob("*.yaml"))}
+    if name not in presets:
+        raise UserError(f"--config {name}: there is no such file, and the presets are {', '.join(presets)}")
+    return presets[name]
 
 
 def validate(config: TrainConfig) -> list[str]:
