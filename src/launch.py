@@ -42,7 +42,8 @@ class LaunchConfig:
     rdzv_minutes: float = 10.0
     """How long the machines wait for each other."""
     node_address: str | None = None
-    """Address by which the other machines reach this one; default: its host name."""
+    """Address by which the other machines reach this one; default: its host name. The machine that has the
+    address of --rdzv-endpoint keeps the meeting point."""
     max_restarts: int = 0
     """Start the processes again so often after a failure; a user's mistake and an agreed stop are final."""
     rank_logs: str | None = None
@@ -143,13 +144,22 @@ def _elastic_config(config: LaunchConfig) -> Any:
         run_id=config.rdzv_id,
         rdzv_backend="c10d",
         rdzv_endpoint=config.rdzv_endpoint or "localhost:0",
-        rdzv_configs={"join_timeout": config.rdzv_minutes * 60},
+        rdzv_configs=_rendezvous_settings(config),
         local_addr=config.node_address,
         max_restarts=config.max_restarts,
         logs_specs=DefaultLogsSpecs(log_dir=config.rank_logs, redirects=quiet),
         # Ours are passed on instead, see `_pass_signals`.
         signals_to_handle="SIGHUP,SIGQUIT",
     )
+
+
+def _rendezvous_settings(config: LaunchConfig) -> dict[str, Any]:
+    settings: dict[str, Any] = {"join_timeout": config.rdzv_minutes * 60}
+    endpoint = (config.rdzv_endpoint or "").rpartition(":")[0]
+    if config.node_address is not None and config.node_address == endpoint:
+        # Torch compares the endpoint with the addresses of the host's name, which may all be other ones.
+        settings["is_host"] = True
+    return settings
 
 
 def _code_of_first_failure(error: Any) -> int:

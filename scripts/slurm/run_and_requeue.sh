@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The body of a batch job that goes on by itself: runs a command, passes the scheduler's signals to it, and
-# requeues the job when the command says that it was asked to stop, has saved, and would go on (exit code 85).
+# requeues the job when it was asked to stop by SIGUSR1 (#SBATCH --signal=B:USR1@...) and the command says that
+# it has saved and would go on (exit code 85). SIGTERM saves too, but a job that was cancelled stays cancelled.
 #
 #   run_and_requeue.sh COMMAND [WORDS...]
 #
@@ -23,9 +24,9 @@ wait "$child"
 code=$?
 
 # 128 + 10: the signal came before the command could take note of it, so nothing was lost.
-if [[ $code -eq $requeue_code || ( $asked == USR1 && $code -eq 138 ) ]]; then
-    echo "requeue: job $SLURM_JOB_ID was asked to stop ($asked) and goes on where it was"
-    # On success the job ends here, so that no exit code of it counts as a failure.
+if [[ $asked == USR1 && ( $code -eq $requeue_code || $code -eq 138 ) ]]; then
+    echo "requeue: job $SLURM_JOB_ID has saved and goes on where it was"
+    # The requeue ends this script; were it faster at ending, the job would count as failed.
     scontrol requeue "$SLURM_JOB_ID" && sleep 60
 fi
 exit "$code"

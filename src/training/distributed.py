@@ -16,12 +16,14 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Literal
+from urllib.parse import urlparse
 
 import torch
 import torch.distributed as dist
 
 from shardclip.errors import UserError
 from shardclip.training.environment import LaunchEnvironment, Source, read_environment
+from shardclip.training.network import let_gloo_use_the_way_to
 from shardclip.training.signals import StopRequest
 
 
@@ -249,6 +251,10 @@ def start(config: DistributedConfig, stop: StopRequest | None = None) -> Iterato
         processes = replace(processes, device=choose_device(config, launch))
     _set_threads(config, processes)
     if store is not None:
+        if launch.local_world_size < launch.world_size and (
+            host := urlparse(_meeting_point(launch)).hostname
+        ):
+            let_gloo_use_the_way_to(host)
         dist.init_process_group(
             _backend(config, processes.device),
             store=dist.PrefixStore("group", store),
@@ -298,7 +304,7 @@ def _join_store(launch: LaunchEnvironment, config: DistributedConfig) -> dist.St
 
 def _meeting_point(launch: LaunchEnvironment) -> str:
     if launch.rendezvous.startswith("env://"):
-        return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        return f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     return launch.rendezvous
 
 

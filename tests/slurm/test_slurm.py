@@ -125,11 +125,27 @@ def test_a_mistake_ends_the_job_with_its_code(cluster: Cluster, place: Path) -> 
     assert "missing-0.tar" not in (logs / "rank-0001.log").read_text()
 
 
-def test_each_element_of_an_array_gets_its_line(cluster: Cluster, place: Path) -> None:
+def _stand_in(place: Path, body: str) -> str:
+    """A PATH on which `shardclip` is a shell script."""
     stand_in = place / "bin" / "shardclip"
     stand_in.parent.mkdir()
-    stand_in.write_text('#!/bin/bash\necho "$@"\n')
+    stand_in.write_text(f"#!/bin/bash\n{body}\n")
     stand_in.chmod(0o755)
+    return f"{stand_in.parent}:{os.environ['PATH']}"
+
+
+def test_a_cancelled_job_saves_and_stays_cancelled(cluster: Cluster, place: Path) -> None:
+    path = _stand_in(place, "trap 'touch saved; exit 85' TERM USR1; touch ready; sleep 300 & wait")
+    job = cluster.submit(*ONE_TASK_A_NODE, "scripts/slurm/many_nodes.sbatch", cwd=place, PATH=path)
+    cluster.until((place / "ready").exists, 60)
+    cluster.run("scancel", job)
+    shown = cluster.finished(job, 60)
+    cluster.until((place / "saved").exists, 60)
+    assert (shown["JobState"], shown["Restarts"]) == ("CANCELLED", "0")
+
+
+def test_each_element_of_an_array_gets_its_line(cluster: Cluster, place: Path) -> None:
+    path = _stand_in(place, 'echo "$@"')
     (place / "runs.txt").write_text("--name a --lr 1e-3\n--name b --lr 1e-4\n")
     job = cluster.submit(
         *ONE_NODE,
@@ -138,7 +154,7 @@ def test_each_element_of_an_array_gets_its_line(cluster: Cluster, place: Path) -
         "runs.txt",
         "--fsdp",
         cwd=place,
-        PATH=f"{stand_in.parent}:{os.environ['PATH']}",
+        PATH=path,
     )
     for element, flags in ((1, "--fsdp --name a --lr 1e-3"), (2, "--fsdp --name b --lr 1e-4")):
         assert cluster.finished(f"{job}_{element}", 60)["JobState"] == "COMPLETED"
