@@ -7,7 +7,8 @@ DATA = data/emoji
 BIN = .venv/bin
 VENV = $(BIN)/.installed
 
-ENGINE_FLAGS_none =
+# One process takes the batch of two: the same global batches, the same losses.
+ENGINE_FLAGS_none = --batch-size 128
 ENGINE_FLAGS_ddp = --nproc 2 --ddp
 ENGINE_FLAGS_fsdp = --nproc 2 --fsdp
 
