@@ -13,6 +13,7 @@ from shardclip.errors import UserError
 from shardclip.training.data.batch import Batch
 from shardclip.training.distributed import Processes
 from shardclip.training.evaluation.lockstep import first_known, lockstep
+from shardclip.training.evaluation.padding import without_padding
 from shardclip.training.evaluation.retrieval import Side, retrieval
 from shardclip.training.evaluation.undisturbed import undisturbed
 
@@ -54,8 +55,9 @@ def evaluate_pairs(
                 own = None if batch is None else (batch.images.shape[1:], batch.texts.shape[1:])
                 shapes = first_known(own, processes)
             pixels = _or_blank(batch and batch.images, shapes[0], torch.uint8).to(device)
-            tokens = _or_blank(batch and batch.texts, shapes[1], torch.int64).to(device)
-            encoded = encoder(image=normalise(pixels), text=tokens)
+            captions = _or_blank(batch and batch.texts, shapes[1], torch.int64)
+            with without_padding(encoder.text, captions) as tokens:
+                encoded = encoder(image=normalise(pixels), text=tokens.to(device))
             scale = float(encoded.logit_scale)
             if batch is not None:
                 images.add(encoded.image_features, batch.images, batch.image_sample + len(keys))

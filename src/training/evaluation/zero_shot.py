@@ -12,6 +12,7 @@ from shardclip.errors import UserError
 from shardclip.training.distributed import Processes
 from shardclip.training.evaluation.lockstep import first_known, lockstep
 from shardclip.training.evaluation.names import prompts
+from shardclip.training.evaluation.padding import without_padding
 from shardclip.training.evaluation.scores import count_ahead, similarity
 from shardclip.training.evaluation.undisturbed import undisturbed
 
@@ -62,7 +63,8 @@ def classifier(
     with undisturbed(model, processes) as encoder:
         for batch in lockstep(batches, processes, "zero-shot prompts"):
             offset, phase, part = batch or (0, 0, texts[:1])
-            features = encoder(text=tokenize(part).to(device)).text_features
+            with without_padding(encoder.text, tokenize(part)) as tokens:
+                features = encoder(text=tokens.to(device)).text_features
             if sums is None:
                 sums = torch.zeros(last - first, features.shape[1], dtype=torch.float64, device=device)
             if batch is not None:
