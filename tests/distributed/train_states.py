@@ -25,14 +25,14 @@ TINY = ModelSpec(
 )
 
 
-def engine_of(kind: str, **flags: Any) -> Engine:
-    """The tiny model, laid over the processes that call this."""
+def engine_of(kind: str, spec: ModelSpec = TINY, **flags: Any) -> Engine:
+    """A tiny model, laid over the processes that call this."""
     processes = distributed.current()
     shard_size = {"fsdp_shard_size": 2} if kind == "hsdp" else {}
     config = ParallelConfig(distributed_engine=kind, precision="fp32", **shard_size, **flags)  # type: ignore[arg-type]
-    source = build(TINY, seed=7) if processes.rank == 0 else None
+    source = build(spec, seed=7) if processes.rank == 0 else None
     blank = torch.zeros(1, 8, dtype=torch.int64)
-    return parallelize(build_meta(TINY), config, processes, source=source, blank_text=blank)
+    return parallelize(build_meta(spec), config, processes, source=source, blank_text=blank)
 
 
 def state_of(kind: str, frozen: str | None = None, **flags: Any) -> TrainState:

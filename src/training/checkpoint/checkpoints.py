@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from shardclip.errors import UserError
 from shardclip.training.checkpoint.config import CheckpointConfig, to_prune
+from shardclip.training.checkpoint.open_clip import load_open_clip
 from shardclip.training.checkpoint.snapshot import Snapshot
 from shardclip.training.checkpoint.state import TrainState, load_targets, take_targets, to_plain, to_tensors
 from shardclip.training.checkpoint.storage import (
@@ -156,13 +157,15 @@ class Checkpoints:
         """The checkpoint that `--resume` asks for; None where it asks for none, or for the latest of none.
 
         Raises:
-            UserError: the path is no whole checkpoint.
+            UserError: the path is neither a whole checkpoint nor a file.
         """
         if self.config.resume is None:
             return None
         if self.config.resume == "latest":
             return self.latest()
         path = Path(self.config.resume)
+        if path.is_file():
+            return path
         found = self._first(fault(path, self.rank, self.world_size))
         if found is not None:
             raise UserError(f"--resume {path}: not a whole checkpoint ({found})")
@@ -171,9 +174,14 @@ class Checkpoints:
     def load(self, path: Path, state: TrainState) -> None:
         """Fill the state from a checkpoint, whatever engine and number of ranks it was saved under.
 
+        From a file of open_clip's, weights and moments; the state's progress stays as it is.
+
         Raises:
             UserError: it is of another model, or holds something that is not a tensor.
         """
+        if path.is_file():
+            load_open_clip(path, state)
+            return
         plain = read_state(path)
         reader = SafeReader(path)
         targets = load_targets(state, reader.tensors(), self.rank)

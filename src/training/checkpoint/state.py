@@ -1,14 +1,13 @@
 """What a checkpoint holds, by name: independent of how the model is wrapped, sharded or frozen.
 
 Tensors are keyed `model.NAME`, `optimizer.NAME.MOMENT`, `ema.NAME` and `rng.RANK.KIND`, where NAME is the
-parameter's name on the bare model. Parameter groups are not stored: which parameter decays, and by how much,
-is decided by the configuration, and the learning rate by the samples seen.
+parameter's name on the bare model.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,8 +17,16 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from shardclip.errors import UserError
+from shardclip.training.checkpoint.moments import (
+    moment_like,
+    moments_to_plain,
+    moments_to_tensors,
+    parameter_names,
+    saved_moments,
+    some,
+    take_moments,
+)
 from shardclip.training.checkpoint.rng import rng_state, set_rng_state
-from shardclip.training.optimizer import clean_name
 
 _log = logging.getLogger(__name__)
 
@@ -52,27 +59,21 @@ class TrainState:
     """Moments of parameters that are frozen in this run, kept for one that trains them again."""
 
 
-def parameter_names(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters by their name on the bare model, whatever wraps it."""
-    return {clean_name(name): parameter for name, parameter in model.named_parameters()}
-
-
 def to_tensors(state: TrainState, rank: int) -> dict[str, Tensor]:
     """All tensors of the state, live, keyed by name. Collective under FSDP: it reshards what is gathered."""
     # The model first: a forward without backward leaves FSDP's root gathered, and its parameters are then not
     # those that the optimizer knows. Taking the state dict reshards it.
-    tensors = _model_tensors(state)
-    tensors |= {f"optimizer.{name}": value for name, value in state.dormant.items()}
-    for name, parameter in parameter_names(state.model).items():
-        moments = _tensors_of(state.optimizer.state.get(parameter, {}))
-        tensors |= {f"optimizer.{name}.{moment}": value for moment, value in moments.items()}
+    tensors = model_tensors(state)
+    moments = state.dormant | moments_to_tensors(state.model, state.optimizer)
+    tensors |= {f"optimizer.{name}": value for name, value in moments.items()}
     if state.ema is not None:
         tensors |= {f"ema.{name}": value for name, value in _tensors_of(state.ema.state_dict()).items()}
     tensors |= {f"rng.{rank}.{kind}": value for kind, value in rng_state().items()}
     return tensors
 
 
-def _model_tensors(state: TrainState) -> dict[str, Tensor]:
+def model_tensors(state: TrainState) -> dict[str, Tensor]:
+    """The model's live tensors, as `model.NAME`."""
     values = get_model_state_dict(state.model).items()
     return {f"model.{name}": value for name, value in values if isinstance(value, Tensor)}
 
@@ -87,7 +88,7 @@ def to_plain(state: TrainState) -> dict[str, Any]:
         "progress": state.progress,
         "scaler": None if state.scaler is None else state.scaler.state_dict(),
         "ema": None if state.ema is None else _plain_of(state.ema.state_dict()),
-        "optimizer": _plain_moments(state),
+        "optimizer": moments_to_plain(state.model, state.optimizer),
     }
     _require_plain(plain, "state")
     return plain
@@ -101,22 +102,15 @@ def load_targets(
     Raises:
         UserError: the model is not the one that was saved.
     """
-    model = _model_tensors(state)
-    check_same_model(model, saved)
-    targets = dict(model)
-    moments = _saved_moments(saved)
-    fused = {
-        id(parameter)
-        for group in state.optimizer.param_groups
-        for parameter in group["params"]
-        if group.get("fused") or group.get("capturable")
-    }
+    targets = model_tensors(state)
+    shapes = {key: tuple(kind.size) for key, kind in saved.items() if key.startswith("model.")}
+    check_same_model(targets, shapes)
+    moments = saved_moments(saved)
     for name, parameter in parameter_names(state.model).items():
         for moment in moments.get(name, ()):
-            key = f"optimizer.{name}.{moment}"
-            # AdamW counts its steps on the CPU, unless its kernel runs as one launch on the device.
-            on_cpu = moment == "step" and id(parameter) not in fused
-            targets[key] = _like(parameter, saved[key], on_cpu)
+            kind = saved[key := f"optimizer.{name}.{moment}"]
+            dtype = kind.properties.dtype
+            targets[key] = moment_like(state.optimizer, parameter, moment, kind.size, dtype)
     if state.ema is not None:
         average = {f"ema.{name}": value for name, value in _tensors_of(state.ema.state_dict()).items()}
         targets |= {key: value for key, value in average.items() if key in saved}
@@ -130,8 +124,10 @@ def take_targets(
     state: TrainState, filled: Mapping[str, Tensor], plain: Mapping[str, Any], rank: int
 ) -> None:
     """Give the filled tensors and the plain values to the parts of the state."""
-    _take_moments(state, filled, plain["optimizer"])
-    _take_average(state, filled, plain)
+    state.dormant = take_moments(state.model, state.optimizer, filled, plain["optimizer"])
+    start_average(state, filled)
+    if state.ema is not None and plain["ema"] is not None:
+        state.ema.load_state_dict(state.ema.state_dict() | plain["ema"])
     if state.scaler is not None and plain["scaler"] is not None:
         state.scaler.load_state_dict(plain["scaler"])
     state.progress.clear()
@@ -143,100 +139,39 @@ def take_targets(
         _log.info("the checkpoint has no random state of rank %d, which goes on with its own", rank)
 
 
-def _plain_moments(state: TrainState) -> dict[str, Any]:
-    """What some optimizers keep as plain numbers: per parameter, or as a `step` in each group."""
-    named = {
-        name: _plain_of(state.optimizer.state.get(parameter, {}))
-        for name, parameter in parameter_names(state.model).items()
-    }
-    steps = [group["step"] for group in state.optimizer.param_groups if "step" in group]
-    return {
-        "parameters": {name: plain for name, plain in named.items() if plain},
-        "step": max(steps, default=None),
-    }
-
-
-def _take_moments(state: TrainState, filled: Mapping[str, Tensor], plain: Mapping[str, Any]) -> None:
-    trained = {id(p) for group in state.optimizer.param_groups for p in group["params"] if p.requires_grad}
-    moments = _saved_moments(filled)
-    state.optimizer.state.clear()
-    state.dormant.clear()
-    fresh = []
-    for name, parameter in parameter_names(state.model).items():
-        values: dict[str, Any] = {m: filled[f"optimizer.{name}.{m}"] for m in moments.get(name, ())}
-        if id(parameter) in trained:
-            values |= plain["parameters"].get(name, {})
-        if id(parameter) not in trained:
-            state.dormant |= {f"{name}.{moment}": value for moment, value in values.items()}
-        elif values:
-            state.optimizer.state[parameter] = values
-        else:
-            fresh.append(name)
-    if plain["step"] is not None:
-        for group in state.optimizer.param_groups:
-            group["step"] = plain["step"]
-    if state.dormant:
-        _log.info("%d moments of frozen parameters are kept for later", len(state.dormant))
-    if fresh and moments:
-        _log.info("%d parameters start with new moments: %s", len(fresh), _some(fresh))
-
-
-def _take_average(state: TrainState, filled: Mapping[str, Tensor], plain: Mapping[str, Any]) -> None:
+def start_average(state: TrainState, filled: Mapping[str, Tensor]) -> None:
+    """Where the moving average has nothing of its own among the filled tensors, take the weights'."""
     if state.ema is None:
         return
-    average = state.ema.state_dict()
-    if plain["ema"] is None:
-        _log.info("the checkpoint has no moving average: it starts from the loaded weights")
+    average = _tensors_of(state.ema.state_dict())
+    missing = [name for name in average if f"ema.{name}" not in filled and f"model.{name}" in filled]
+    for name in missing:
         with torch.no_grad():
-            for name, value in _tensors_of(average).items():
-                if f"model.{name}" in filled:
-                    value.copy_(filled[f"model.{name}"])
-    state.ema.load_state_dict(average | (plain["ema"] or {}))
+            average[name].copy_(filled[f"model.{name}"])
+    if missing:
+        _log.info("the moving average of %d tensors starts from their loaded weights", len(missing))
 
 
-def check_same_model(model: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
-    """Raise a `UserError` of a few lines where the model's and the checkpoint's tensors do not match."""
-    theirs = {key: value for key, value in saved.items() if key.startswith("model.")}
-    missing, foreign = sorted(model.keys() - theirs.keys()), sorted(theirs.keys() - model.keys())
-    shapes = [
-        f"{key} is {tuple(theirs[key].size)} there and {tuple(value.shape)} here"
+def check_same_model(model: Mapping[str, Tensor], saved: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise a `UserError` of a few lines where the model's tensors are not those saved (key to shape)."""
+    resized = [
+        f"{key} is {saved[key]} there and {tuple(value.shape)} here"
         for key, value in model.items()
-        if key in theirs and theirs[key].size != value.shape
+        if key in saved and saved[key] != tuple(value.shape)
     ]
-    if not (missing or foreign or shapes):
-        return
-    lines = ["the checkpoint is of another model:"]
-    for count, what in (
-        (missing, "only in this model"),
-        (foreign, "only in the checkpoint"),
-        (shapes, "resized"),
-    ):
-        if count:
-            lines.append(
-                f"  {len(count)} tensors {what}: {_some([key.removeprefix('model.') for key in count])}"
-            )
-    lines.append(
-        "Start it with the --model, --model-config and --force-* flags of the run that it comes from."
-    )
-    raise UserError("\n".join(lines))
-
-
-def _saved_moments(keys: Iterable[str]) -> dict[str, list[str]]:
-    """`{parameter name: [moment names]}` of the keys `optimizer.NAME.MOMENT`."""
-    moments: dict[str, list[str]] = {}
-    for key in keys:
-        if key.startswith("optimizer."):
-            name, _, moment = key.removeprefix("optimizer.").rpartition(".")
-            moments.setdefault(name, []).append(moment)
-    return moments
-
-
-def _like(parameter: nn.Parameter, saved: TensorStorageMetadata, on_cpu: bool) -> Tensor:
-    """A tensor for a saved moment: sharded as the parameter where it has its shape."""
-    dtype = saved.properties.dtype
-    if saved.size == parameter.shape and not on_cpu:
-        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-    return torch.zeros(saved.size, dtype=dtype, device="cpu" if on_cpu else parameter.device)
+    differences = {
+        "only in this model": sorted(model.keys() - saved.keys()),
+        "only in the checkpoint": sorted(saved.keys() - model.keys()),
+        "resized": resized,
+    }
+    lines = [
+        f"  {len(found)} tensors {what}: {some([key.removeprefix('model.') for key in found])}"
+        for what, found in differences.items()
+        if found
+    ]
+    if lines:
+        advice = "Start with the --model, --model-config and --force-* flags of the run that it comes from."
+        raise UserError("\n".join(["the checkpoint is of another model:", *lines, advice]))
 
 
 def _tensors_of(values: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -260,7 +195,3 @@ def _require_plain(value: Any, place: str) -> None:
         raise TypeError(
             f"{place} is a {type(value).__name__}; a checkpoint holds tensors and plain values only"
         )
-
-
-def _some(names: list[str], shown: int = 3) -> str:
-    return ", ".join(names[:shown]) + (", ..." if len(names) > shown else "")
