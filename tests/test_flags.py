@@ -7,6 +7,7 @@ import inspect
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 from typing import get_type_hints
 
 import pytest
@@ -41,6 +42,28 @@ distributed-engine
 """.split()  # noqa: SIM905
 
 SOURCE = ["--train-data", "shards/{000..099}.tar", "--train-num-samples", "100000"]
+
+
+COMMANDS = [
+    """--save-frequency 1 --zeroshot-frequency 1 --report-to tensorboard --train-data=/data/train.csv
+    --val-data=/data/val.csv --csv-img-key filepath --csv-caption-key title --imagenet-val=/data/imagenet
+    --warmup 10000 --batch-size=128 --lr=1e-3 --wd=0.1 --epochs=30 --workers=8 --model RN50""",
+    """--train-data '/data/cc12m/cc12m-train-{0000..2175}.tar' --train-num-samples 10968539 --dataset-type
+    webdataset --batch-size 320 --precision amp --workers 4 --imagenet-val /data/imagenet""",
+    """--save-frequency 1 --train-data=/data/41455.tar::/data/b.tar --train-num-samples 400000000
+    --warmup 2000 --batch-size=256 --epochs=32 --workers=8 --model ViT-B-32 --name ViT-B-32-Vanilla
+    --seed 0 --local-loss --gather-with-grad --logs /runs""",
+    """--dataset-type csv --train-data /data/train.csv --warmup 1000 --batch-size 128 --lr 1e-5 --wd 0.1
+    --epochs 1 --workers 3 --model coca_ViT-L-14 --coca-contrastive-loss-weight 0
+    --coca-caption-loss-weight 1 --log-every-n-steps 100""",
+    """--train-data /data/a.tar --train-num-samples 1000 --model ViT-B-32 --lock-image
+    --lock-image-unlocked-groups 3 --lock-image-freeze-bn-stats --lock-text --lock-text-unlocked-layers 10
+    --lock-text-freeze-layer-norm --grad-checkpointing --force-patch-dropout 0""",
+    """--train-data a.tar::b.tar --train-data-upsampling-factors 1::2 --dataset-resampled --siglip
+    --train-num-samples 1000 --aug-cfg scale=(0.9,1.0) color_jitter_prob=0.4 --distill-model ViT-L-14
+    --distill-pretrained openai --resume latest --name again --accum-freq 2""",
+]
+"""Training commands of open_clip's README, and others that use its flags together."""
 
 
 class _Caught(Exception):
@@ -130,41 +153,19 @@ def test_b62_the_own_launcher_leaves_every_flag_alone() -> None:
     assert rest == words
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        # The training commands of open_clip's README, with its paths.
-        """--save-frequency 1 --zeroshot-frequency 1 --report-to tensorboard --train-data=/data/train.csv
-        --val-data=/data/val.csv --csv-img-key filepath --csv-caption-key title --imagenet-val=/data/imagenet
-        --warmup 10000 --batch-size=128 --lr=1e-3 --wd=0.1 --epochs=30 --workers=8 --model RN50""",
-        """--train-data '/data/cc12m/cc12m-train-{0000..2175}.tar' --train-num-samples 10968539 --dataset-type
-        webdataset --batch-size 320 --precision amp --workers 4 --imagenet-val /data/imagenet""",
-        """--save-frequency 1 --train-data=/data/41455.tar::/data/b.tar --train-num-samples 400000000
-        --warmup 2000 --batch-size=256 --epochs=32 --workers=8 --model ViT-B-32 --name ViT-B-32-Vanilla
-        --seed 0 --local-loss --gather-with-grad --logs /runs""",
-        """--dataset-type csv --train-data /data/train.csv --warmup 1000 --batch-size 128 --lr 1e-5 --wd 0.1
-        --epochs 1 --workers 3 --model coca_ViT-L-14 --coca-contrastive-loss-weight 0
-        --coca-caption-loss-weight 1 --log-every-n-steps 100""",
-        """--train-data /data/a.tar --train-num-samples 1000 --model ViT-B-32 --lock-image
-        --lock-image-unlocked-groups 3 --lock-image-freeze-bn-stats --lock-text --lock-text-unlocked-layers 10
-        --lock-text-freeze-layer-norm --grad-checkpointing --force-patch-dropout 0""",
-        """--train-data a.tar::b.tar --train-data-upsampling-factors 1::2 --dataset-resampled --siglip
-        --train-num-samples 1000 --aug-cfg scale=(0.9,1.0) color_jitter_prob=0.4 --distill-model ViT-L-14
-        --distill-pretrained openai --resume latest --name again --accum-freq 2""",
-    ],
-)
+@pytest.mark.parametrize("command", COMMANDS)
 def test_commands_of_open_clip_are_accepted_unchanged(command: str) -> None:
     assert config.parse(shlex.split(command)).data.train_data is not None
 
 
 def test_values_reach_their_fields_under_either_name() -> None:
-    parsed, notes = config.parse_with_notes(
-        [*SOURCE, "--logs", "/runs", "--fsdp", "--fsdp_offload_cpu", "--local-loss", "--lr=1e-5"]
-    )
+    flags = "--logs /runs --fsdp --fsdp_offload_cpu --local-loss --lr=1e-5 --force-image-size 96 96"
+    parsed, notes = config.parse_with_notes([*SOURCE, *flags.split()])
     assert parsed.run.output_dir == "/runs"
     assert parsed.parallel.fsdp
     assert parsed.parallel.fsdp_cpu_offload
     assert parsed.optimizer.lr == 1e-5
+    assert parsed.model.force_image_size == 96
     assert len(notes) == 1
     assert notes[0].startswith("--local-loss: always on")
 
@@ -231,3 +232,12 @@ def test_the_short_help_loads_no_torch() -> None:
     lines = result.stdout.splitlines()
     assert lines[-1] == "False"
     assert any(line.split()[:1] == ["train"] for line in lines)
+
+
+def test_the_page_for_open_clips_users_has_every_answer() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "from-open-clip.md").read_text(encoding="utf-8")
+    words = {"alias": "another name for `--{}`", "always": "accepted: {}", "refused": "refused: {}"}
+    rows = [f"| `--{n}` | {words[a.kind].format(a.text)} |" for n, a in compatibility.ANSWERS.items()]
+    assert [row for row in rows if row not in page] == []
+    start, end = "<!-- answers -->", "<!-- end of answers -->"
+    assert page[page.index(start) : page.index(end)].count("\n| `--") == len(rows)

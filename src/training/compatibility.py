@@ -104,6 +104,8 @@ def rewrite(setting: Setting) -> list[Setting] | str:
     for value in setting.values:
         if value in VALUES.get(setting.name, {}):
             return f"{value}: {VALUES[setting.name][value]}"
+    if setting.name == "force-image-size" and len(set(setting.values)) == 1:
+        return [replace(setting, values=setting.values[:1])]  # open_clip takes height and width
     negated = setting.name.startswith("no-") and answer(setting.name) is None
     reply = answer(setting.name.removeprefix("no-") if negated else setting.name)
     if reply is None:

@@ -1,11 +1,13 @@
 """`shardclip train` from its flags to the folder that it leaves."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 from data.shards import write_shards
 from PIL import Image
+from test_flags import COMMANDS
 
 from commands import Finished, small_run
 from shardclip import cli
@@ -72,3 +74,16 @@ def test_a_verb_that_is_none_and_words_that_are_missing(capsys: pytest.CaptureFi
     assert said[0].startswith("shardclip: no verb 'trian'; the nearest is train")
     assert cli.main([]) == 2
     assert "usage: shardclip VERB" in capsys.readouterr().out
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_of_open_clip_start_unchanged(tmp_path: Path, command: str) -> None:
+    tiny = (
+        "--dataset-type synthetic --train-data-upsampling-factors None --lock-text "
+        "--lock-text-unlocked-layers 0 --distill-model None --distill-pretrained None --dry-run"
+    )
+    words = ["train", *shlex.split(command), *small_run(tmp_path), *tiny.split()]
+    finished = Finished(tmp_path, words, world_size=1)
+    assert finished.codes == [0], finished.said
+    assert "dry run: settings, data, model, one step and one checkpoint are well" in finished.said
