@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -24,6 +24,7 @@ from shardclip.training.distributed import Processes
 from shardclip.training.objective import Objective, Teacher
 from shardclip.training.optimizer import clean_name, gradient_norm, scale_gradients
 from shardclip.training.parallel import Engine
+from shardclip.training.statistics import batch_norms, statistics_kept
 
 SCALE_BOUNDS = (0.0, math.log(100.0))
 """Bounds of the logarithm of the scale, as in the CLIP paper (https://arxiv.org/abs/2103.00020, 2.5)."""
@@ -114,6 +115,11 @@ class TrainingStep:
     max_norm: float | None = None
     loss_scale: LossScale = field(default_factory=LossScale)
     teacher: DualEncoder | None = None
+
+    def __post_init__(self) -> None:
+        norms = batch_norms(self.engine.module)
+        self.image_norms = [norm for name, norm in norms.items() if name.startswith("visual.")]
+        self.text_norms = [norm for name, norm in norms.items() if not name.startswith("visual.")]
 
     def __call__(self, batch: Batch, totals: Totals | None = None) -> StepResult:
         """Train on this rank's `batch`; every rank calls it. The learning rate is set before.
@@ -235,7 +241,7 @@ class TrainingStep:
             caption_loss = loss.detach()
             seeds.append((loss, torch.full_like(loss, factor)))
         roots = [(tensor, seed) for tensor, seed in seeds if tensor is not None and tensor.requires_grad]
-        torch.autograd.backward([t for t, _ in roots], [s.to(t.dtype) for t, s in roots])
+        current.backward(roots)
         return caption_loss
 
     def _drop_unused(self, totals: Totals) -> list[nn.Parameter]:
@@ -289,11 +295,26 @@ class _Pass:
         """Forward with graph; `again` repeats the random numbers of `preview` and leaves statistics alone."""
         if again:
             self._restore_random_state()
-        keep = again or not (self.image_rows and self.text_rows)
-        with _statistics_kept(self.step.engine.module, keep):
+        with self._statistics(kept=again):
             return self.step.engine.module(
                 self.images, self.texts, caption_pairs=self._pairs() if captions else None
             )
+
+    def backward(self, roots: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Backward from tensors with their gradients; what is recomputed in it does not count twice."""
+        with self._statistics(kept=True):
+            torch.autograd.backward([t for t, _ in roots], [seed.to(t.dtype) for t, seed in roots])
+
+    @contextmanager
+    def _statistics(self, kept: bool) -> Iterator[None]:
+        with ExitStack() as stack:
+            for norms, rows in (
+                (self.step.image_norms, self.image_rows),
+                (self.step.text_norms, self.text_rows),
+            ):
+                if kept or not rows:
+                    stack.enter_context(statistics_kept(norms, blank=not rows))
+            yield
 
     def preview(self) -> Encoded:
         """Features without a graph; remembers the random state for `encode(again=True)`."""
@@ -366,19 +387,3 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         module.train(training)
-
-
-@contextmanager
-def _statistics_kept(module: nn.Module, active: bool) -> Iterator[None]:
-    """Without any update of BatchNorm's running statistics; batches are normalised as ever."""
-    norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)] if active else []
-    before = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
-    for norm in norms:
-        norm.momentum = 0.0
-        if norm.num_batches_tracked is not None:
-            norm.num_batches_tracked = norm.num_batches_tracked.clone()
-    try:
-        yield
-    finally:
-        for norm, momentum, tracked in before:
-            norm.momentum, norm.num_batches_tracked = momentum, tracked
