@@ -55,9 +55,7 @@ def sample(number: int, **changes: Any) -> list[tuple[str, bytes]]:
         "json": json.dumps({"caption": f"number {number}", "key": f"{number:06d}"}).encode(),
     }
     parts.update(changes)
-    return [
-        (f"{number:06d}.{suffix}", content) for suffix, content in parts.items() if content is not None
-    ]
+    return [(f"{number:06d}.{suffix}", content) for suffix, content in parts.items() if content is not None]
 
 
 def write_shards(folder: Path, sizes: Iterable[int], first: int = 0) -> str:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from shardclip.training.data.loader import TrainLoader, train_loader
 SPEC = ImageInput(size=SIZE)
 
 
-def loader(data: str, batch_size: int = 4, workers: int = 0, streams: int = 1, **settings: Any) -> TrainLoader:
+def loader(
+    data: str, batch_size: int = 4, workers: int = 0, streams: int = 1, **settings: Any
+) -> TrainLoader:
     settings.setdefault("max_skip_rate", 1.0)
     config = DataConfig(train_data=data, workers=workers, **settings)
     return train_loader(
@@ -86,7 +89,7 @@ def test_gaps_in_a_range_are_said_and_the_rest_is_read(tmp_path: Path, caplog: A
     write_shards(tmp_path, [4, 4, 4])
     os.remove(tmp_path / "00001.tar")
     batches = take(loader(str(tmp_path / "{00000..00002}.tar")), 2)
-    assert sorted(sum(map(numbers, batches), [])) == [0, 1, 2, 3, 8, 9, 10, 11]
+    assert sorted(chain.from_iterable(map(numbers, batches))) == [0, 1, 2, 3, 8, 9, 10, 11]
     assert "1 of the 3 shards" in caplog.text
     assert "00001.tar" in caplog.text
 
@@ -138,7 +141,7 @@ def test_a_cut_tar_gives_its_whole_members(tmp_path: Path) -> None:
 
 def test_an_empty_shard_is_no_fault(tmp_path: Path) -> None:
     write_shards(tmp_path, [4, 0, 4])
-    assert sorted(sum(map(numbers, take(loader(str(tmp_path)), 2)), [])) == list(range(8))
+    assert sorted(chain.from_iterable(map(numbers, take(loader(str(tmp_path)), 2)))) == list(range(8))
 
 
 def test_a_shard_that_vanishes_while_running_is_counted(tmp_path: Path) -> None:
@@ -164,7 +167,9 @@ def test_nothing_usable_stops_after_one_pass(tmp_path: Path, workers: int) -> No
     members = [member for n in range(8) for member in sample(n, png=b"not a picture")]
     write_tar(tmp_path / "a.tar", members)
     one = loader(str(tmp_path), workers=workers, streams=2)
-    with pytest.raises(UserError, match=r"none of 8 samples in a row .*not an image \(8\).*suffixes found: png"):
+    with pytest.raises(
+        UserError, match=r"none of 8 samples in a row .*not an image \(8\).*suffixes found: png"
+    ):
         take(one, 1)
     one.close()
 
@@ -211,7 +216,8 @@ def test_b39_counters_are_what_was_read(tmp_path: Path) -> None:
     data = write_shards(tmp_path, [128])
     config = DataConfig(train_data=data, train_num_samples=100, workers=0)
     ranks = [
-        train_loader(config, SPEC, tokenize, batch_size=8, rank=rank, world_size=2, seed=0) for rank in range(2)
+        train_loader(config, SPEC, tokenize, batch_size=8, rank=rank, world_size=2, seed=0)
+        for rank in range(2)
     ]
     seen = [number for one in ranks for batch in take(one, 6) for number in numbers(batch)]
     assert len(seen) == len(set(seen)) == 96

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +50,14 @@ def loader(
     )
 
 
+def flat(lists: Iterable[list[int]]) -> list[int]:
+    return list(itertools.chain.from_iterable(lists))
+
+
 def read(loaders: list[TrainLoader], steps: int) -> list[list[int]]:
     """The numbers of each global batch, ranks one after the other."""
     iterators = [iter(one) for one in loaders]
-    batches = [sum((numbers(next(iterator)) for iterator in iterators), []) for _ in range(steps)]
+    batches = [flat(numbers(next(iterator)) for iterator in iterators) for _ in range(steps)]
     for one in loaders:
         one.close()
     return batches
@@ -80,7 +85,7 @@ def test_global_batches_do_not_depend_on_ranks_and_workers(
 
 
 def test_three_epochs_meet_every_sample_once_each_in_different_orders(reference: list[list[int]]) -> None:
-    epochs = [sum(reference[4 * epoch : 4 * epoch + 4], []) for epoch in range(3)]
+    epochs = [flat(reference[4 * epoch : 4 * epoch + 4]) for epoch in range(3)]
     assert [sorted(epoch) for epoch in epochs] == [list(range(96))] * 3
     assert len({tuple(epoch) for epoch in epochs}) == 3
 
@@ -94,7 +99,7 @@ def test_b05_more_readers_than_shards_and_uneven_shards_give_equal_steps(tmp_pat
     """Two ranks of four workers over three shards of 4, 12 and 20 samples, three epochs of 36."""
     data = write_shards(tmp_path, [4, 12, 20])
     ranks = [loader(data, 4, rank, 2, streams=24) for rank in range(2)]
-    seen = sum(read(ranks, 9), [])
+    seen = flat(read(ranks, 9))
     assert len(seen) == 9 * GLOBAL
     counts = np.bincount(seen, minlength=36)
     assert counts.tolist() == [6] * 36
@@ -118,11 +123,11 @@ def test_b37_what_a_worker_reads_changes_from_epoch_to_epoch(tmp_path: Path) -> 
     assert all(len(order) == len(set(order)) == 96 for order in orders)
     assert len({tuple(order) for order in orders}) == 3
     for reader in itertools.product(range(2), range(2)):
-        assert len({frozenset(shares[epoch, *reader]) for epoch in range(3)}) == 3
+        assert len({frozenset(shares[(epoch, *reader)]) for epoch in range(3)}) == 3
 
 
 def test_b38_with_replacement_no_two_readers_draw_alike_and_weights_hold() -> None:
-    """64 shards, eight streams: the lists of an epoch differ, and a source of weight 3 comes 3 times as often."""
+    """64 shards, eight streams: lists of an epoch differ, and weight 3 is drawn 3 times as often as 1."""
     source, run = epoch_runs([64], [1.0], seed=5, epoch=0, resampled=True)
     lists = [tuple(run[stream * 8 : stream * 8 + 8].tolist()) for stream in range(8)]
     assert len(set(lists)) == 8
@@ -146,7 +151,7 @@ def test_factors_set_how_often_each_source_is_met(tmp_path: Path) -> None:
     data = f"{tmp_path / 'a'}::{tmp_path / 'b'}"
     one = loader(data, 0, 0, 1, train_data_upsampling_factors="2::0.5")
     assert one.samples_per_epoch == 60
-    counts = np.bincount(sum(read([one], 5), []), minlength=48)
+    counts = np.bincount(flat(read([one], 5)), minlength=48)
     assert counts[:24].tolist() == [4] * 24  # two epochs of 60 are five batches of 24
     assert counts[24:].tolist() == [1] * 24
 

@@ -80,6 +80,8 @@ class Batch:
 
 def concatenate(batches: list[Batch]) -> Batch:
     """One batch of the samples of several, in order; position and skips are those of the last and the sum."""
+    if len(batches) == 1:
+        return batches[0]
     offsets = [0]
     for batch in batches:
         offsets.append(offsets[-1] + batch.samples)

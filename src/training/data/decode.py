@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import random
@@ -92,17 +93,21 @@ class JpegFile:
 
     @staticmethod
     def read(content: bytes | Pixels, max_pixels: int) -> JpegFile | None:
-        """None if it is not a JPEG that simplejpeg reads.
+        """None for anything but a JPEG in grey or YCbCr.
 
         Raises:
-            Undecodable: it has more than `max_pixels` pixels.
+            Undecodable: damaged, or of more than `max_pixels` pixels.
         """
-        if simplejpeg is None or not isinstance(content, bytes) or not content.startswith(b"\xff\xd8"):
+        if not isinstance(content, bytes) or not content.startswith(b"\xff\xd8"):
             return None
-        try:
-            height, width, colours, _ = simplejpeg.decode_jpeg_header(content)
-        except ValueError:
-            return None
+        if simplejpeg is not None:
+            try:
+                height, width, colours, _ = simplejpeg.decode_jpeg_header(content)
+            except ValueError:
+                return None
+        else:
+            picture = open_picture(content, max_pixels)
+            (width, height), colours = picture.size, picture.mode
         if colours in ("CMYK", "YCCK"):
             return None
         if width * height > max_pixels:
@@ -115,16 +120,14 @@ class JpegFile:
         Raises:
             Undecodable: the file is damaged.
         """
-        try:
-            return simplejpeg.decode_jpeg(
-                self.content,
-                min_height=-(-self.height // shrink),
-                min_width=-(-self.width // shrink),
-            )
-        except ValueError:  # also for what Pillow forgives: a stray marker, bytes after the end
-            picture = open_picture(self.content, self.max_pixels)
-            picture.draft("RGB", (-(-self.width // shrink), -(-self.height // shrink)))
-            return rgb(picture)
+        width, height = -(-self.width // shrink), -(-self.height // shrink)
+        if simplejpeg is not None:
+            # what Pillow forgives (a stray marker, bytes after the end) is tried again below
+            with contextlib.suppress(ValueError):
+                return simplejpeg.decode_jpeg(self.content, min_height=height, min_width=width)
+        picture = open_picture(self.content, self.max_pixels)
+        picture.draft("RGB", (self.width // shrink, self.height // shrink))
+        return rgb(picture)
 
 
 class Exact:
@@ -188,7 +191,7 @@ class Fast:
         else:
             picture = open_picture(content, self._max_pixels)
             width, height = picture.size
-        left, top, across, down = self._crop(width, height, random.Random(seed))
+        left, top, across, down = self.crop(width, height, random.Random(seed))
         shrink = 1
         if jpeg is not None:
             shrink = power_of_two_below(min(across / self._size[1], down / self._size[0]))
@@ -200,7 +203,7 @@ class Fast:
         crop = np.ascontiguousarray(pixels[top : top + down, left : left + across])
         return resize(torch.from_numpy(crop).permute(2, 0, 1), self._size)
 
-    def _crop(self, width: int, height: int, chance: random.Random) -> tuple[int, int, int, int]:
+    def crop(self, width: int, height: int, chance: random.Random) -> tuple[int, int, int, int]:
         """Left, top, width and height of a random crop, by torchvision's rule for RandomResizedCrop."""
         for _ in range(10):
             area = width * height * chance.uniform(*self._scale)

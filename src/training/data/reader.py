@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import logging
 import os
 import signal
@@ -116,6 +118,7 @@ class Reader(IterableDataset):
         if worker is not None:
             os.environ["TOKENIZERS_PARALLELISM"] = "false"
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            keep_freed_memory()
         reading = self.now_reading.by(number)
         try:
             streams = [
@@ -154,6 +157,19 @@ class Reader(IterableDataset):
                     f"none of {barren} samples in a row could be used: {in_words(skipped)}. "
                     f"{self.data.found()}."
                 )
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep freed blocks of picture size for the next picture, up to 64 MiB.
+
+    By default each one goes back to the kernel, and touching its pages anew costs about as much as half of
+    the decoding. Does nothing under another C library.
+    """
+    trim_threshold, mmap_threshold = -1, -3  # malloc.h: M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(mmap_threshold, 32 * 2**20)
+        libc.mallopt(trim_threshold, 64 * 2**20)
 
 
 def in_words(skipped: Counter[str]) -> str:

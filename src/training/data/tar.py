@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shardclip.training.data.index import SampleKey, ShardIndex, shard_index, shard_samples
+from shardclip.training.data.index import SampleKey, shard_index, shard_samples
 from shardclip.training.data.order import run_length
 from shardclip.training.data.sources import RawSample
 
@@ -27,6 +27,18 @@ class Member(NamedTuple):
     """(role, offset, bytes) of each wanted member that the sample has."""
 
 
+class Places(NamedTuple):
+    """What is kept of a shard's index: keys [N] and, by role, offset and size [N] (-1: no such member)."""
+
+    keys: NDArray[np.bytes_]
+    roles: dict[str, tuple[NDArray[np.int64], NDArray[np.int64]]]
+
+    @property
+    def bytes(self) -> int:
+        """Memory that it takes."""
+        return self.keys.nbytes + sum(column.nbytes for both in self.roles.values() for column in both)
+
+
 class TarSource:
     """The samples of local tar files. Only wanted members are read."""
 
@@ -39,12 +51,12 @@ class TarSource:
         self.rule = rule
         self.shard_samples = shard_samples(shards, rule, first)
         self.grain = run_length(int(self.shard_samples.sum()))
-        self._indexes: OrderedDict[int, ShardIndex] = OrderedDict()
-        self._indexed_bytes = 0
+        self._places: OrderedDict[int, Places] = OrderedDict()
+        self._places_bytes = 0
         self._files: OrderedDict[int, int] = OrderedDict()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_files": OrderedDict(), "_indexes": OrderedDict(), "_indexed_bytes": 0}
+        return {**self.__dict__, "_files": OrderedDict(), "_places": OrderedDict(), "_places_bytes": 0}
 
     def shard_name(self, shard: int) -> str:
         """The path of a shard."""
@@ -53,23 +65,21 @@ class TarSource:
     def locate(self, shard: int, samples: NDArray[np.int64]) -> list[object]:
         """The `Member`s of these samples; of a shard that has vanished, members without a place."""
         try:
-            index = self._index(shard)
+            places = self._places_of(shard)
         except OSError:
             return [Member(shard, f"sample {number}", ()) for number in samples]
-        if len(index) <= samples.max(initial=-1):
+        if len(places.keys) <= samples.max(initial=-1):
             return [Member(shard, f"sample {number}", ()) for number in samples]
-        members = {role: index.members(suffixes) for role, suffixes in self.wanted.items()}
+        columns = [
+            (role, *(column[samples].tolist() for column in both)) for role, both in places.roles.items()
+        ]
         return [
             Member(
                 shard,
-                index.keys[number].decode(),
-                tuple(
-                    (role, int(offset[number]), int(size[number]))
-                    for role, (offset, size) in members.items()
-                    if offset[number] >= 0
-                ),
+                key.decode(),
+                tuple((role, offset[row], size[row]) for role, offset, size in columns if offset[row] >= 0),
             )
-            for number in samples
+            for row, key in enumerate(places.keys[samples].tolist())
         ]
 
     def fetch(self, entry: object) -> RawSample:
@@ -91,8 +101,7 @@ class TarSource:
     def offers(self, whole: bool) -> bool:
         """Whether any sample has all wanted roles (`whole`) or any of them; the first that does tells."""
         for shard in np.flatnonzero(self.shard_samples):
-            index = self._index(int(shard))
-            has = np.stack([index.members(suffixes)[0] >= 0 for suffixes in self.wanted.values()])
+            has = np.stack([offset >= 0 for offset, _ in self._places_of(int(shard)).roles.values()])
             if (has.all(axis=0) if whole else has.any(axis=0)).any():
                 return True
         return False
@@ -122,16 +131,17 @@ class TarSource:
                 )
         return ""
 
-    def _index(self, shard: int) -> ShardIndex:
-        if shard in self._indexes:
-            self._indexes.move_to_end(shard)
-            return self._indexes[shard]
+    def _places_of(self, shard: int) -> Places:
+        if shard in self._places:
+            self._places.move_to_end(shard)
+            return self._places[shard]
         index = shard_index(self.shards[shard], self.rule)
-        self._indexes[shard] = index
-        self._indexed_bytes += _bytes(index)
-        while self._indexed_bytes > CACHED_BYTES and len(self._indexes) > 1:
-            self._indexed_bytes -= _bytes(self._indexes.popitem(last=False)[1])
-        return index
+        places = Places(index.keys, {role: index.members(names) for role, names in self.wanted.items()})
+        self._places[shard] = places
+        self._places_bytes += places.bytes
+        while self._places_bytes > CACHED_BYTES and len(self._places) > 1:
+            self._places_bytes -= self._places.popitem(last=False)[1].bytes
+        return places
 
     def _file(self, shard: int) -> int:
         if shard in self._files:
@@ -142,13 +152,3 @@ class TarSource:
         if len(self._files) > OPEN_FILES:
             os.close(self._files.popitem(last=False)[1])
         return file
-
-
-def _bytes(index: ShardIndex) -> int:
-    return (
-        index.keys.nbytes
-        + index.sample.nbytes
-        + index.suffix.nbytes
-        + index.offset.nbytes
-        + index.size.nbytes
-    )

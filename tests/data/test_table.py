@@ -1,0 +1,96 @@
+"""Tables of paths and captions: separators, columns, empty cells, memory."""
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+from shards import SIZE, numbers, picture, tokenize
+
+from shardclip.errors import UserError
+from shardclip.training.data.config import DataConfig
+from shardclip.training.data.image_input import ImageInput
+from shardclip.training.data.loader import TrainLoader, train_loader
+from shardclip.training.data.table import Column
+
+SPEC = ImageInput(size=SIZE)
+
+
+def table(folder: Path, captions: list[str], separator: str = ",", name: str = "data.csv") -> str:
+    lines = [separator.join(("filepath", "title"))]
+    for number, caption in enumerate(captions):
+        (folder / f"{number}.png").write_bytes(picture(number))
+        lines.append(f"{number}.png{separator}{caption}")
+    (folder / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return str(folder / name)
+
+
+def loader(data: str, batch_size: int, **settings: Any) -> TrainLoader:
+    config = DataConfig(train_data=data, workers=0, **settings)
+    return train_loader(
+        config, SPEC, tokenize, batch_size=batch_size, rank=0, world_size=1, seed=0, streams=1
+    )
+
+
+@pytest.mark.parametrize(
+    ("separator", "name"), [(",", "a.csv"), ("\t", "a.csv"), ("\t", "a.tsv"), (";", "a.csv")]
+)
+def test_b44_the_separator_is_found(tmp_path: Path, separator: str, name: str) -> None:
+    one = loader(table(tmp_path, [f"picture {n}" for n in range(4)], separator, name), 4)
+    batch = next(iter(one))
+    assert sorted(numbers(batch)) == [0, 1, 2, 3]
+    assert batch.texts.tolist() == tokenize([f"picture {n}" for n in numbers(batch)]).tolist()
+
+
+def test_b44_a_missing_column_is_told_with_columns_and_separator(tmp_path: Path) -> None:
+    data = table(tmp_path, ["a"])
+    with pytest.raises(UserError, match=r"no column 'caption'.*separator ','.*filepath, title"):
+        loader(data, 1, csv_caption_key="caption")
+
+
+def test_b44_empty_captions_are_dropped_and_counted(tmp_path: Path) -> None:
+    captions = [f"picture {n}" for n in range(16)]
+    captions[5] = ""
+    one = loader(table(tmp_path, captions), 15)
+    iterator = iter(one)
+    batches = [next(iterator) for _ in range(2)]
+    nan = tokenize(["nan"]).tolist()[0]
+    for batch in batches:
+        assert sorted(numbers(batch)) == [n for n in range(16) if n != 5]
+        assert nan not in batch.texts.tolist()
+    assert set().union(*(batch.skipped for batch in batches)) == {"empty caption"}
+
+
+def test_quoted_cells_hold_separators_and_lines_and_a_missing_file_is_counted(tmp_path: Path) -> None:
+    data = table(tmp_path, ['"a, b"', '"two\nlines"', "plain"])
+    with open(data, "a", encoding="utf-8") as file:
+        file.write("gone.png,lost\n")
+    iterator = iter(loader(data, 3, max_skip_rate=1.0))
+    batches = [next(iterator) for _ in range(2)]
+    expected = tokenize(["a, b", "two\nlines", "plain"])
+    for batch in batches:
+        assert batch.texts.tolist() == expected[numbers(batch)].tolist()
+    assert set().union(*(batch.skipped for batch in batches)) == {"image file cannot be read"}
+
+
+def test_parquet_reads_as_csv_does(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    for number in range(4):
+        (tmp_path / f"{number}.png").write_bytes(picture(number))
+    columns = {"filepath": [f"{n}.png" for n in range(4)], "title": ["a", None, "c", "d"]}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
+    batch = next(iter(loader(str(tmp_path / "a.parquet"), 3)))
+    assert sorted(numbers(batch)) == [0, 2, 3]
+
+
+def test_b45_a_table_is_few_objects_however_long_it_is() -> None:
+    """Python objects are what forked readers copy page by page as their reference counts are written."""
+    gc.collect()
+    before = len(gc.get_objects())
+    column = Column(f"path/to/picture {row}.jpg" for row in range(200_000))
+    assert len(gc.get_objects()) - before < 50
+    assert len(column) == 200_000
+    assert [column[row] for row in (0, 99_999, 199_999)] == [
+        f"path/to/picture {row}.jpg".encode() for row in (0, 99_999, 199_999)
+    ]
