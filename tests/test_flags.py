@@ -60,8 +60,9 @@ COMMANDS = [
     --lock-image-unlocked-groups 3 --lock-image-freeze-bn-stats --lock-text --lock-text-unlocked-layers 10
     --lock-text-freeze-layer-norm --grad-checkpointing --force-patch-dropout 0""",
     """--train-data a.tar::b.tar --train-data-upsampling-factors 1::2 --dataset-resampled --siglip
-    --train-num-samples 1000 --aug-cfg scale=(0.9,1.0) color_jitter_prob=0.4 --distill-model ViT-L-14
-    --distill-pretrained openai --resume latest --name again --accum-freq 2""",
+    --train-num-samples 1000 --aug-cfg scale=(0.9,1.0) gray_scale_prob=0.2 color_jitter=(0.3,0.3,0.3,0.1)
+    color_jitter_prob=0.4 --distill-model ViT-L-14 --distill-pretrained openai --resume latest
+    --name again --accum-freq 2""",
 ]
 """Training commands of open_clip's README, and others that use its flags together."""
 
