@@ -74,6 +74,7 @@ class DualEncoder(nn.Module):
             image_features, image_tokens = _encode(self.visual, image)
             text_features, text_tokens = _encode(self.text, text)
             if caption_pairs is not None:
+                assert image_tokens is not None and text_tokens is not None
                 image_rows, text_rows = caption_pairs
                 caption_logits = self.text_decoder(image_tokens[image_rows], text_tokens[text_rows, :-1])
         return Encoded(

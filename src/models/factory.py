@@ -153,7 +153,7 @@ def _read_architecture(config: ModelConfig) -> tuple[str, dict[str, Any], dict[s
             f"--model {config.model}: open_clip has no configuration of that name; "
             f"nearest: {', '.join(near) or 'none'}. A JSON file of your own goes to --model-config."
         )
-    preprocess_cfg = {}
+    preprocess_cfg: dict[str, Any] = {}
     if config.pretrained:
         preprocess_cfg = open_clip.get_pretrained_cfg(config.model, config.pretrained) or {}
     return config.model, found, preprocess_cfg
@@ -299,7 +299,7 @@ def _weights_file(spec: ModelSpec, config: ModelConfig) -> Path:
         raise UserError(f"--pretrained {config.pretrained}: the download failed: {error}") from error
 
 
-def _adopt(model: nn.Module) -> DualEncoder:
+def _adopt(model: Any) -> DualEncoder:
     bias = model.logit_bias
     is_meta = model.logit_scale.is_meta
     return DualEncoder(

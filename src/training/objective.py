@@ -80,12 +80,13 @@ class Objective:
             `contrastive_loss`, and with a teacher `distill_loss`: [] each, equal on all ranks, whose gradient
             is complete for this rank's features and global for scale and bias.
         """
-        shared = {"mask_duplicates": self.config.mask_duplicates, "tile": self.config.loss_tile}
+        mask, tile = self.config.mask_duplicates, self.config.loss_tile
         features = (image_features, text_features, logit_scale)
         if self.config.siglip:
-            loss = sigmoid_contrastive(*features, logit_bias, batch, **shared)
+            assert logit_bias is not None
+            loss = sigmoid_contrastive(*features, logit_bias, batch, mask_duplicates=mask, tile=tile)
         else:
-            loss = softmax_contrastive(*features, batch, **shared)
+            loss = softmax_contrastive(*features, batch, mask_duplicates=mask, tile=tile)
         weight = self.config.coca_contrastive_loss_weight if self.is_captioning else 1.0
         losses = {"contrastive_loss": weight * loss}
         if teacher is not None:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -166,8 +167,9 @@ class TrainingStep:
         counts = torch.tensor([*held, int(batch is not None), self.processes.stop.flag(), int(save)])
         if self.processes.is_distributed:
             dist.all_reduce(counts)
-        *totals, ready, stop, wish = counts.tolist()
-        return Totals(*totals, ready=ready == self.processes.world_size, stop=stop > 0, save=wish > 0)
+        samples, images, texts, pairs, tokens, ready, stop, wish = counts.tolist()
+        everyone = ready == self.processes.world_size
+        return Totals(samples, images, texts, pairs, tokens, everyone, stop > 0, wish > 0)
 
     def _holdings(self, batch: Batch) -> list[int]:
         pairs = int(torch.isin(batch.image_sample, batch.text_sample).sum())
@@ -199,19 +201,23 @@ class TrainingStep:
     def _feature_losses(
         self, encoded: Sequence[Encoded], passes: Sequence[_Pass]
     ) -> tuple[_Leaves, dict[str, Tensor], Tensor]:
-        """Losses of the whole batch, and their gradients at this rank's features, scale and bias."""
-        images = torch.cat([p.real_images(out) for p, out in zip(passes, encoded, strict=True)])
-        texts = torch.cat([p.real_texts(out) for p, out in zip(passes, encoded, strict=True)])
+        """Gradients at this rank's features, scale and bias; losses; rate of duplicates; of the whole batch."""
         scale, bias = encoded[0].logit_scale, encoded[0].logit_bias
-        leaves = [None if t is None else t.detach().requires_grad_() for t in (images, texts, scale, bias)]
-        whole = gather(leaves[0], leaves[1], *_sample_numbers(passes))
-        losses = self.objective.feature_losses(*leaves, whole, self._teach(passes, whole))
-        wanted = [leaf for leaf in leaves if leaf is not None]
+        at = _Leaves(
+            torch.cat([p.real_images(out) for p, out in zip(passes, encoded, strict=True)]).detach(),
+            torch.cat([p.real_texts(out) for p, out in zip(passes, encoded, strict=True)]).detach(),
+            scale.detach(),
+            None if bias is None else bias.detach(),
+        )
+        wanted = [leaf.requires_grad_() for leaf in at if leaf is not None]
+        whole = gather(at.images, at.texts, *_sample_numbers(passes))
+        losses = self.objective.feature_losses(
+            at.images, at.texts, at.scale, at.bias, whole, self._teach(passes, whole)
+        )
         total = torch.stack(list(losses.values())).sum()
-        found = iter(torch.autograd.grad(total, wanted, allow_unused=True, materialize_grads=True))
-        gradients = [None if leaf is None else next(found) for leaf in leaves]
+        found = torch.autograd.grad(total, wanted, allow_unused=True, materialize_grads=True)
         detached = {name: value.detach() for name, value in losses.items()}
-        return _Leaves(*gradients), detached, duplicate_rate(whole)
+        return _Leaves(*found), detached, duplicate_rate(whole)
 
     @torch.no_grad()
     def _teach(self, passes: Sequence[_Pass], whole: GlobalBatch) -> Teacher | None:
@@ -227,7 +233,7 @@ class TrainingStep:
         factor = self.engine.gradient_divisor * self.loss_scale.value
         # Scale and bias get the global gradient on every rank, once: equal values, which averaging keeps.
         once = self.loss_scale.value if last else 0.0
-        seeds = [
+        seeds: list[tuple[Tensor | None, Tensor | None]] = [
             (out.image_features, _fill(leaves.images, current.image_rows, out.image_features) * factor),
             (out.text_features, _fill(leaves.texts, current.text_rows, out.text_features) * factor),
             (out.logit_scale, leaves.scale * once),
@@ -240,7 +246,7 @@ class TrainingStep:
             )
             caption_loss = loss.detach()
             seeds.append((loss, torch.full_like(loss, factor)))
-        roots = [(tensor, seed) for tensor, seed in seeds if tensor is not None and tensor.requires_grad]
+        roots = [(t, seed) for t, seed in seeds if t is not None and seed is not None and t.requires_grad]
         current.backward(roots)
         return caption_loss
 
@@ -267,17 +273,16 @@ class TrainingStep:
         return [batch.keys[sample] for sample in sorted(bad)]
 
 
-@dataclass(frozen=True)
-class _Leaves:
-    """Gradients of the loss at this rank's features (of the micro-batches still to come), scale and bias."""
+class _Leaves(NamedTuple):
+    """Where the loss begins: this rank's features (of the micro-batches still to come), scale and bias."""
 
     images: Tensor
     texts: Tensor
     scale: Tensor
-    bias: Tensor | None
+    bias: Tensor | None = None
 
     def after(self, done: _Pass) -> _Leaves:
-        return _Leaves(self.images[done.image_rows :], self.texts[done.text_rows :], self.scale, self.bias)
+        return self._replace(images=self.images[done.image_rows :], texts=self.texts[done.text_rows :])
 
 
 class _Pass:
