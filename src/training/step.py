@@ -201,7 +201,7 @@ class TrainingStep:
     def _feature_losses(
         self, encoded: Sequence[Encoded], passes: Sequence[_Pass]
     ) -> tuple[_Leaves, dict[str, Tensor], Tensor]:
-        """Gradients at this rank's features, scale and bias; losses; rate of duplicates; of the whole batch."""
+        """Gradients at this rank's features, scale and bias; losses; rate of duplicate captions."""
         scale, bias = encoded[0].logit_scale, encoded[0].logit_bias
         at = _Leaves(
             torch.cat([p.real_images(out) for p, out in zip(passes, encoded, strict=True)]).detach(),
