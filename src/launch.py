@@ -120,15 +120,23 @@ def launch_command(config: LaunchConfig, command: Sequence[str]) -> int:
         except ChildFailedError as error:
             code = _code_of_first_failure(error)
         except RendezvousError as error:
-            raise UserError(
-                f"The {config.nnodes} machines did not meet at {config.rdzv_endpoint} within "
-                f"{config.rdzv_minutes:g} minutes. Was the command started on all of them, and can they "
-                f"reach it? ({error})"
-            ) from error
+            code = _code_without_meeting_point(config, bool(list(Path(folder).glob("worker-*"))), error)
         finally:
             del os.environ["SHARDCLIP_LAUNCH_DIR"]
         agreed = Path(folder, "exit-code")
         return int(agreed.read_text()) if agreed.exists() else code
+
+
+def _code_without_meeting_point(config: LaunchConfig, workers_ran: bool, error: Exception) -> int:
+    if workers_ran:
+        print(
+            f"shardclip: the machine at {config.rdzv_endpoint} has ended the run", file=sys.stderr, flush=True
+        )
+        return 1
+    raise UserError(
+        f"The {config.nnodes} machines did not meet at {config.rdzv_endpoint} within {config.rdzv_minutes:g} "
+        f"minutes. Was the command started on all of them, and can they reach it? ({error})"
+    ) from error
 
 
 def _elastic_config(config: LaunchConfig) -> Any:
@@ -154,7 +162,9 @@ def _elastic_config(config: LaunchConfig) -> Any:
 
 
 def _rendezvous_settings(config: LaunchConfig) -> dict[str, Any]:
-    settings: dict[str, Any] = {"join_timeout": config.rdzv_minutes * 60}
+    seconds = config.rdzv_minutes * 60
+    # The second is how long a machine that comes early tries to connect.
+    settings: dict[str, Any] = {"join_timeout": seconds, "read_timeout": max(60, int(seconds))}
     endpoint = (config.rdzv_endpoint or "").rpartition(":")[0]
     if config.node_address is not None and config.node_address == endpoint:
         # Torch compares the endpoint with the addresses of the host's name, which may all be other ones.

@@ -17,7 +17,7 @@ MODEL = {
     "vision_cfg": {"image_size": 32, "layers": 2, "width": 32, "head_width": 16, "patch_size": 16},
     "text_cfg": {"context_length": 8, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 2},
 }
-STEPS = 150
+STEPS = 100
 TRAIN = (
     "--model-config model.json --dataset-type synthetic --fsdp --device cpu --precision fp32 --workers 0 "
     f"--batch-size 4 --train-num-samples {STEPS * 8} --epochs 1 --warmup 0 --log-every-n-steps 1"
@@ -93,7 +93,7 @@ def test_b25_a_run_that_is_preempted_twice_equals_one_that_is_not(cluster: Clust
     assert cluster.finished(whole, 300)["JobState"] == "COMPLETED", (place / f"whole-{whole}.log").read_text()
     cut = _submit(cluster, place, "cut", "many_nodes.sbatch", ONE_TASK_A_NODE, TRAIN)
     _preempt(cluster, place, cut, f"cut-{cut}", 10)
-    _preempt(cluster, place, cut, f"cut-{cut}", 50)
+    _preempt(cluster, place, cut, f"cut-{cut}", 40)
     assert cluster.finished(cut, 300)["JobState"] == "COMPLETED"
 
     losses = _losses(place, f"whole-{whole}")
