@@ -38,6 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardclip.models.losses.gather import gather
 from shardclip.models.losses.sigmoid import sigmoid_contrastive
 from shardclip.models.losses.softmax import softmax_contrastive
+from shardclip.models.losses.tiles import TILE
 
 Step = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -164,7 +165,7 @@ def main() -> None:
     options.add_argument("--global-batch", type=int, default=32_768)
     options.add_argument("--local-batch", type=int, default=4_096)
     options.add_argument("--width", type=int, default=512)
-    options.add_argument("--tile", type=int, default=2_048)
+    options.add_argument("--tile", type=int, default=TILE)
     options.add_argument("--threads", type=int, default=1)
     given = options.parse_args()
     shrink = 4 if given.quick else 1

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardclip.models.losses.gather import GlobalBatch, raised
+from shardclip.models.losses.gather import GlobalBatch
 from shardclip.models.losses.normalisers import Normalisers
 from shardclip.models.losses.sigmoid import softplus
-from shardclip.models.losses.tiles import GradientSums, Logits, Tile, exact, tiles_of
+from shardclip.models.losses.tiles import TILE, GradientSums, Logits, Tile, exact, tiles_of
 
 Kind = Literal["softmax", "sigmoid"]
 
@@ -33,7 +33,7 @@ def distillation(
     teacher_bias: Tensor | None = None,
     student_kind: Kind = "softmax",
     teacher_kind: Kind = "softmax",
-    tile: int = 2048,
+    tile: int = TILE,
 ) -> Tensor:
     """The student's cross-entropy against the teacher's probabilities, over the global batch.
 
@@ -72,8 +72,8 @@ def distillation(
         raise ValueError("the teacher's features are not of the samples of the student's batch")
     sums = GradientSums(batch, image_features, text_features, logit_scale, logit_bias)
     with exact(image_features.device):
-        student = Logits(batch, raised(logit_scale), None if logit_bias is None else raised(logit_bias))
-        judge = Logits(teacher, raised(teacher_scale), None if teacher_bias is None else raised(teacher_bias))
+        student = Logits(batch, logit_scale, logit_bias)
+        judge = Logits(teacher, teacher_scale, teacher_bias)
         learn = _softmax_student if student_kind == "softmax" else _sigmoid_student
         value = learn(sums, student, judge, teacher_kind, tile)
     return sums.loss(value, batch.per_pair / 2 if student_kind == "softmax" else batch.per_pair)

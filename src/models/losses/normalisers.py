@@ -49,7 +49,7 @@ class Softmaxes:
 
 
 class Normalisers:
-    """The log-sum-exp of the logits of the own images over all texts, and of the own texts over all images."""
+    """The log-sum-exp of the own images' logits over all texts, and of the own texts' over all images."""
 
     def __init__(self, batch: GlobalBatch, logits: Callable[[Tile], Tensor], size: int) -> None:
         """Walk through this rank's cross of logits in tiles of `size`; no collective."""

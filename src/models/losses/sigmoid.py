@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardclip.models.losses.gather import GlobalBatch, raised
+from shardclip.models.losses.gather import GlobalBatch
 from shardclip.models.losses.tiles import (
     GradientSums,
     Logits,
@@ -27,7 +27,7 @@ def sigmoid_contrastive(
     batch: GlobalBatch,
     *,
     mask_duplicates: bool = False,
-    tile: int = 2048,
+    tile: int = TILE,
 ) -> Tensor:
     """Sum over all images x all texts of -log sigmoid(+-logit), divided by the number of pairs.
 
@@ -52,8 +52,7 @@ def sigmoid_contrastive(
     """
     sums = GradientSums(batch, image_features, text_features, logit_scale, logit_bias)
     with exact(image_features.device):
-        bias = None if logit_bias is None else raised(logit_bias)
-        logits = Logits(batch, raised(logit_scale), bias, mask_duplicates)
+        logits = Logits(batch, logit_scale, logit_bias, mask_duplicates)
         value = torch.zeros([], dtype=torch.float64, device=image_features.device)
         for place in tiles_of(batch, tile, columns=sums.needs.texts):
             scores = logits(place)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from shardclip.models.losses.gather import GlobalBatch, raised
+from shardclip.models.losses.gather import GlobalBatch
 from shardclip.models.losses.normalisers import Normalisers
-from shardclip.models.losses.tiles import GradientSums, Logits, PairsInTile, exact, tiles_of
+from shardclip.models.losses.tiles import TILE, GradientSums, Logits, PairsInTile, exact, tiles_of
 
 
 def softmax_contrastive(
@@ -22,7 +22,7 @@ def softmax_contrastive(
     *,
     mask_duplicates: bool = False,
     logit_bias: Tensor | None = None,
-    tile: int = 2048,
+    tile: int = TILE,
 ) -> Tensor:
     """The mean over pairs of -(log softmax over texts + log softmax over images) / 2, of the global batch.
 
@@ -46,7 +46,7 @@ def softmax_contrastive(
     """
     sums = GradientSums(batch, image_features, text_features, logit_scale)
     with exact(image_features.device):
-        logits = Logits(batch, raised(logit_scale), mask_duplicates=mask_duplicates)
+        logits = Logits(batch, logit_scale, mask_duplicates=mask_duplicates)
         normalisers = Normalisers(batch, logits, tile)
         value = normalisers.over_pairs(normalisers.pairs)
         softmaxes = normalisers.exchange(only_pairs=True)

@@ -20,6 +20,10 @@ from torch import Tensor
 
 from shardclip.models.losses.gather import GlobalBatch
 
+TILE = 1024
+"""Side of a tile: 4 MiB in fp32. Twice that costs 38 MB more and was not faster on a CPU
+(scripts/bench/loss.py --tile)."""
+
 
 class Tile(NamedTuple):
     """A rectangle of the logits of the global batch."""
@@ -65,7 +69,7 @@ class Logits:
     batch: GlobalBatch
     """Whose features."""
     scale: Tensor
-    """[]."""
+    """[], taken in the precision of the features, like the bias."""
     bias: Tensor | None = None
     """[]; None for 0."""
     mask_duplicates: bool = False
@@ -74,8 +78,11 @@ class Logits:
     def __call__(self, tile: Tile) -> Tensor:
         """[rows, columns] of `tile`, in new memory."""
         batch = self.batch
-        scaled, texts = self.scale * batch.image_features[tile.images], batch.text_features[tile.texts].T
-        logits = scaled @ texts if self.bias is None else torch.addmm(self.bias, scaled, texts)
+        images, texts = batch.image_features[tile.images], batch.text_features[tile.texts].T
+        scaled = images * self.scale.to(images.dtype)
+        logits = (
+            scaled @ texts if self.bias is None else torch.addmm(self.bias.to(images.dtype), scaled, texts)
+        )
         if self.mask_duplicates:
             equal = batch.image_caption[tile.images, None] == batch.text_caption[None, tile.texts]
             equal &= batch.image_sample[tile.images, None] != batch.text_sample[None, tile.texts]
