@@ -22,7 +22,7 @@ ENGINES = {
 
 def run(*words: str | Path) -> str:
     done = subprocess.run(
-        [sys.executable, *map(str, words)], cwd=ROOT, capture_output=True, text=True, timeout=300
+        [sys.executable, *map(str, words)], cwd=ROOT, capture_output=True, text=True, timeout=1200
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
