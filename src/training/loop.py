@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Collection
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,11 +13,12 @@ from shardclip.errors import UserError
 from shardclip.training.config import TrainConfig
 from shardclip.training.data.batch import Batch
 from shardclip.training.data.loader import merge_states
-from shardclip.training.data.prefetch import Prefetcher
 from shardclip.training.distributed import Processes
-from shardclip.training.evaluation.results import scalars
+from shardclip.training.evaluation.config import Task
+from shardclip.training.evaluation.results import Result, scalars
 from shardclip.training.evaluation.run import evaluate
 from shardclip.training.failure import EXIT_REQUEUE
+from shardclip.training.signals import Stoppable, Stopped
 from shardclip.training.start import Run, run_folder, start_run
 from shardclip.training.step import SCALE_BOUNDS, StepResult
 from shardclip.training.throughput import Meter, peak_flops, peak_memory_bytes
@@ -59,12 +61,12 @@ class _Loop:
     def train(self) -> int:
         """Steps until the samples are seen or a stop is agreed; the exit code."""
         run, position = self.run, self.run.processes.position
-        batches = Prefetcher(run.loader, lambda: run.processes.stop.requested)
+        batches = Stoppable(iter(run.loader), run.processes.stop)
         stopping = False
         while self.progress["steps"] < run.length.steps and not stopping:
             position.at("data", self.progress["steps"] + 1)
             with self.meter.timing("data"):
-                batch = batches.next()
+                batch = batches.take()
             position.at("train", self.progress["steps"] + 1, batch.keys if batch else [])
             totals = run.step.agree(batch, save=self._is_saving_time())
             stopping = totals.stop
@@ -76,11 +78,12 @@ class _Loop:
                 result = run.step(batch, totals)
             self._advance(batch, result)
             self._track(result, lr)
-            self._evaluate_if_due(totals.samples)
+            stopping |= self._evaluate_if_due(totals.samples)
             if totals.save or stopping or self._saving_is_due(totals.samples):
                 self._save()
         run.checkpoints.close()
-        return EXIT_REQUEUE if stopping else 0
+        finished = self.progress["steps"] == run.length.steps
+        return EXIT_REQUEUE if stopping and not finished else 0
 
     def _advance(self, batch: Batch, result: StepResult) -> None:
         self.progress["samples"] += result.totals.samples
@@ -141,7 +144,8 @@ class _Loop:
             rates |= {"slowest_rank": slowest, "step_time_spread": seconds[slowest] / max(median, 1e-9) - 1}
         return rates
 
-    def _evaluate_if_due(self, step_samples: int) -> None:
+    def _evaluate_if_due(self, step_samples: int) -> bool:
+        """Whether the ranks agreed to stop in the middle of it."""
         run, samples, steps = self.run, self.progress["samples"], self.progress["steps"]
         tasks = run.config.evaluation.due(
             samples - step_samples,
@@ -150,10 +154,22 @@ class _Loop:
             last=steps == run.length.steps,
         )
         if not tasks:
-            return
+            return False
         run.processes.position.at("evaluate", steps)
+        try:
+            results = self._evaluate(tasks)
+        except Stopped as reason:
+            log.info("%s: this evaluation has no result", reason)
+            return True
+        if results:
+            self.tracker.evaluation(scalars(results), samples, steps)
+        self.meter.pause()
+        return False
+
+    def _evaluate(self, tasks: Collection[Task]) -> list[Result]:
+        run = self.run
         with nullcontext() if run.ema is None else run.ema.swap():
-            results = evaluate(
+            return evaluate(
                 run.engine.module,
                 run.config.evaluation,
                 run.config.data,
@@ -164,9 +180,6 @@ class _Loop:
                 model_name=run.spec.name,
                 pretrained=run.folder.name,
             )
-        if results:
-            self.tracker.evaluation(scalars(results), samples, steps)
-        self.meter.pause()
 
     def _saving_is_due(self, step_samples: int) -> bool:
         config = self.run.config.checkpoint.resolved(self.run.length.samples_per_epoch)

@@ -60,6 +60,10 @@ class StopRequest:
             listener()
 
 
+class Stopped(Exception):
+    """All ranks have agreed to leave what they were doing, because one of them was asked to stop."""
+
+
 class Stoppable(Generic[T]):
     """Takes items from a source that may stall (a loader), and stops waiting when a stop is asked for.
 

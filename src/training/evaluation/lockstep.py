@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 
 from shardclip.training.distributed import Processes
+from shardclip.training.signals import Stopped
 
 Item = TypeVar("Item")
 
 _log = logging.getLogger(__name__)
-_DONE, _MORE, _FAILED = 0, 1, 2
+_DONE, _MORE, _STOPPED, _FAILED = 0, 1, 2, 3
 _SECONDS_BETWEEN_LINES = 15.0
 
 
@@ -27,6 +28,7 @@ def lockstep(batches: Iterable[Item], processes: Processes, what: str) -> Iterat
     sharded model) finds all ranks ready and never meets its own, shorter limit. Rank 0 logs how far it is.
 
     Raises:
+        Stopped: some rank was asked to stop; on every rank.
         UserError, RemoteFailure: `batches` raised on some rank; the same error on every rank.
     """
     iterator = iter(batches)
@@ -38,8 +40,9 @@ def lockstep(batches: Iterable[Item], processes: Processes, what: str) -> Iterat
             batch = next(iterator, None)
         except Exception as error:
             failure = error
-        state = _FAILED if failure is not None else _DONE if batch is None else _MORE
-        agreed = _highest(state, processes)
+        agreed = _highest(_state(batch, failure, processes), processes)
+        if agreed == _STOPPED:
+            raise Stopped(f"stopped while reading {what}")
         if agreed == _FAILED:
             with processes.together(f"reading {what}"):
                 if failure is not None:
@@ -51,6 +54,14 @@ def lockstep(batches: Iterable[Item], processes: Processes, what: str) -> Iterat
         if processes.is_primary and time.monotonic() - last_line > _SECONDS_BETWEEN_LINES:
             last_line = time.monotonic()
             _log.info("%s: %d batches on each rank", what, turns)
+
+
+def _state(batch: object, failure: Exception | None, processes: Processes) -> int:
+    if failure is not None:
+        return _FAILED
+    if processes.stop.requested:
+        return _STOPPED
+    return _DONE if batch is None else _MORE
 
 
 def _highest(state: int, processes: Processes) -> int:
