@@ -12,7 +12,7 @@ ENGINE_FLAGS_none = --batch-size 128
 ENGINE_FLAGS_ddp = --nproc 2 --ddp
 ENGINE_FLAGS_fsdp = --nproc 2 --fsdp
 
-.PHONY: venv data train test test-all lint
+.PHONY: venv data train test test-all test-slurm lint
 
 venv: $(VENV)
 
@@ -33,10 +33,14 @@ train: $(VENV) $(DATA)/.prepared
 	$(BIN)/python scripts/demo/report.py $(RUN) --data $(DATA)
 
 test: $(VENV)
-	$(BIN)/python -m pytest -m 'not long and not gpu'
+	$(BIN)/python -m pytest -m 'not long and not gpu and not slurm'
 
-test-all: $(VENV)
-	$(BIN)/python -m pytest
+test-all: test
+	$(BIN)/python -m pytest -m 'long and not gpu and not slurm'
+
+# A controller and two nodes of a real SLURM on this machine; needs root and `apt-get install slurm-wlm munge`.
+test-slurm: $(VENV)
+	$(BIN)/python -m pytest -m slurm tests/slurm
 
 # A type checker finds the package by its folder's name, so it is shown one that is called shardclip.
 lint: $(VENV)
