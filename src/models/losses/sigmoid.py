@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shardclip.models.losses.gather import GlobalBatch
 from shardclip.models.losses.tiles import (
+    TILE,
     GradientSums,
     Logits,
     PairsInTile,
