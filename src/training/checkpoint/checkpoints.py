@@ -17,7 +17,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from shardclip.errors import UserError
 from shardclip.training.checkpoint.config import CheckpointConfig, to_prune
+from shardclip.training.checkpoint.conflicts import Settings, conflicts
 from shardclip.training.checkpoint.open_clip import load_open_clip
+from shardclip.training.checkpoint.remote import Mirror, RemoteConfig, RemoteFolder, fetch_newest
 from shardclip.training.checkpoint.snapshot import Snapshot
 from shardclip.training.checkpoint.state import TrainState, load_targets, take_targets, to_plain, to_tensors
 from shardclip.training.checkpoint.storage import (
@@ -56,7 +58,13 @@ class Checkpoints:
     failure in a row is raised.
     """
 
-    def __init__(self, folder: Path, config: CheckpointConfig, processes: Ranks) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        config: CheckpointConfig,
+        processes: Ranks,
+        remote: RemoteConfig | None = None,
+    ) -> None:
         self.folder, self.config = Path(folder), config
         self.rank, self.world_size = processes.rank, processes.world_size
         self._group = self._own_group()
@@ -71,7 +79,12 @@ class Checkpoints:
             for stale in self.folder.glob("tmp-*"):
                 _log.info("%s was not finished: removed", stale)
                 shutil.rmtree(stale)
+        self._remote = remote or RemoteConfig()
+        self._mirror: Mirror | None = None
         self._barrier()
+        if self.rank == 0 and self._remote.remote_sync is not None:
+            self._mirror = Mirror(self.folder, RemoteFolder(self._remote.remote_sync))
+            self._mirror.update()
 
     def save(self, samples_seen: int, state: TrainState) -> None:
         """Save the state as it is now. Returns once it is copied (`async_save`) or once it is published.
@@ -93,7 +106,7 @@ class Checkpoints:
             "world_size": self.world_size,
             "versions": self._versions,
         }
-        writer = PublishingWriter(partial, final, described, self._prune)
+        writer = PublishingWriter(partial, final, described, self._after_publish)
         copies = self._snapshot.take(to_tensors(state, self.rank))
         # Not `dcp.async_save`: it walks through all entries once more while training stands still.
         future = self._writing.submit(
@@ -136,6 +149,8 @@ class Checkpoints:
         """
         self.wait()
         self._writing.shutdown()
+        if self._mirror is not None:
+            self._mirror.close(self._remote.remote_sync_patience)
         if self._failures:
             raise UserError("the last checkpoint could not be saved (see above); the one before it is kept")
 
@@ -162,7 +177,11 @@ class Checkpoints:
         if self.config.resume is None:
             return None
         if self.config.resume == "latest":
+            self._fetch(self._remote.remote_sync, newest=True)
             return self.latest()
+        if "://" in self.config.resume:
+            self._fetch(self.config.resume, newest=False)
+            return self.folder / self.config.resume.rstrip("/").rpartition("/")[2]
         path = Path(self.config.resume)
         if path.is_file():
             return path
@@ -176,22 +195,60 @@ class Checkpoints:
 
         From a file of open_clip's, weights and moments; the state's progress stays as it is.
 
+        Where the state's progress and the checkpoint both have a `config`, what decides the learning must be
+        the same in both, unless `override` says that it is changed on purpose; the state's stays.
+
         Raises:
-            UserError: it is of another model, or holds something that is not a tensor.
+            UserError: it is of another model, holds something that is not a tensor, or has other settings.
         """
         if path.is_file():
             load_open_clip(path, state)
             return
         plain = read_state(path)
+        config = self._check_config(plain, state)
         reader = SafeReader(path)
         targets = load_targets(state, reader.tensors(), self.rank)
         fill(targets, reader, self._group)
         take_targets(state, targets, plain, self.rank)
+        if config is not None:
+            state.progress["config"] = config
         if path.parent == self.folder:
             self._newest = plain["samples_seen"]
         later = [other.name for other in published(self.folder) if samples_of(other) > plain["samples_seen"]]
         if later and self.rank == 0:
             _log.warning("%s holds later checkpoints (%s), which stay", self.folder, ", ".join(later))
+
+    def _check_config(self, plain: dict[str, Any], state: TrainState) -> Settings | None:
+        now, then = state.progress.get("config"), plain["progress"].get("config")
+        if now is None or then is None:
+            return now
+        changed = conflicts(then, plain["world_size"], now, self.world_size)
+        if changed and not self.config.override:
+            lines = ["the checkpoint is of a run with other settings:", *(f"  {line}" for line in changed)]
+            raise UserError("\n".join([*lines, "--override goes on with the new ones."]))
+        for line in changed:
+            _log.warning("changed on resuming: %s", line)
+        return now
+
+    def _fetch(self, url: str | None, newest: bool) -> None:
+        """On rank 0, bring a remote checkpoint into this run's folder; all ranks share the outcome."""
+        failure = None
+        if self.rank == 0 and url is not None:
+            try:
+                if newest:
+                    fetch_newest(RemoteFolder(url), self.folder)
+                else:
+                    parent, _, name = url.rstrip("/").rpartition("/")
+                    RemoteFolder(parent).get(name, self.folder)
+            except (UserError, OSError) as error:
+                failure = str(error)
+        if (found := self._first(failure)) is not None:
+            raise UserError(found)
+
+    def _after_publish(self) -> None:
+        self._prune()
+        if self._mirror is not None:
+            self._mirror.update()
 
     def _prune(self) -> None:
         """On rank 0, once a checkpoint is published. Nothing here makes that save a failure."""

@@ -27,7 +27,9 @@ class CheckpointConfig:
     async_save: bool = True
     """Go on with training while a copy of the state is written."""
     resume: str | None = None
-    """Checkpoint to go on from: its folder, or `latest` for the newest whole one of this run."""
+    """Checkpoint to go on from: folder, URL, .pt of open_clip's, or `latest`, the run's newest whole one."""
+    override: bool = False
+    """Resume with other settings than the checkpoint's run had, where they decide what is learnt."""
 
     def resolved(self, samples_per_epoch: int) -> CheckpointConfig:
         """The same in `keep_last` and `keep_every` alone, without open_clip's two names for them."""

@@ -1,0 +1,195 @@
+"""Checkpoints at a second place: published there as here, fetched when the first place is gone."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from train_states import different, load_latest, state_of, step, whole
+
+from shardclip.errors import UserError
+from shardclip.training import distributed
+from shardclip.training.checkpoint import CheckpointConfig, Checkpoints, published
+from shardclip.training.checkpoint.conflicts import conflicts
+from shardclip.training.checkpoint.remote import Mirror, RemoteConfig, RemoteFolder
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[str]:
+    """A bucket on moto's server, on loopback."""
+    monkeypatch = pytest.MonkeyPatch()
+    server_module = pytest.importorskip("moto.server")
+    pytest.importorskip("s3fs")
+    server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "testing")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+    fsspec.filesystem("s3", skip_instance_cache=True).mkdir("runs")
+    yield "s3://runs"
+    server.stop()
+    monkeypatch.undo()
+
+
+@pytest.fixture(params=["memory", "file", "s3"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    if request.param == "s3":
+        yield f"{request.getfixturevalue('bucket')}/{tmp_path.name}"
+    elif request.param == "file":
+        yield f"file://{tmp_path}/second"
+    else:
+        yield "memory://runs/one"
+        fsspec.filesystem("memory").rm("/runs", recursive=True)
+
+
+def open_mirrored(folder: Path, url: str, **config: Any) -> Checkpoints:
+    remote = RemoteConfig(remote_sync=url, remote_sync_patience=60.0)
+    return Checkpoints(folder, CheckpointConfig(**config), distributed.current(), remote)
+
+
+def test_a_run_whose_folder_is_lost_goes_on_from_the_second_place(tmp_path: Path, url: str) -> None:
+    state = state_of("none")
+    checkpoints = open_mirrored(tmp_path / "first", url, keep_last=2)
+    for samples in (4, 8, 12):
+        step(state, seed=samples)
+        checkpoints.save(samples, state)
+    checkpoints.close()
+    assert RemoteFolder(url).published() == [path.name for path in published(tmp_path / "first")]
+    assert RemoteFolder(url).begun() == set(RemoteFolder(url).published())
+    elsewhere = open_mirrored(tmp_path / "new", url, resume="latest")
+    path = elsewhere.to_resume()
+    assert path == tmp_path / "new" / "samples-000000000012"
+    resumed = state_of("none")
+    elsewhere.load(path, resumed)
+    elsewhere.close()
+    assert different(whole(state), whole(resumed)) == []
+
+
+def test_a_half_copied_one_is_not_there_and_a_damaged_one_is_passed_over(
+    tmp_path: Path, url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = state_of("none")
+    checkpoints = open_mirrored(tmp_path / "first", url)
+    for samples in (4, 8, 12):
+        checkpoints.save(samples, state)
+    checkpoints.close()
+    fs, root = fsspec.core.url_to_fs(url)
+    fs.rm_file(f"{root}/samples-000000000012/manifest.json")
+    fs.pipe_file(f"{root}/samples-000000000008/state.json", b"{}")
+    elsewhere = open_mirrored(tmp_path / "new", url, resume="latest")
+    path = elsewhere.to_resume()
+    elsewhere.close()
+    assert path is not None
+    assert path.name == "samples-000000000004"
+    assert "samples-000000000008: not whole (state.json has 2 bytes" in caplog.text
+
+
+def test_resuming_from_a_url(tmp_path: Path, bucket: str) -> None:
+    state = state_of("none")
+    url = f"{bucket}/{tmp_path.name}"
+    checkpoints = open_mirrored(tmp_path / "first", url)
+    checkpoints.save(4, state)
+    checkpoints.close()
+    there = CheckpointConfig(resume=f"{url}/samples-000000000004")
+    here = Checkpoints(tmp_path / "new", there, distributed.current())
+    path = here.to_resume()
+    assert path == tmp_path / "new" / "samples-000000000004"
+    assert load_latest(tmp_path / "new", state_of("none")) == path
+    missing = CheckpointConfig(resume=f"{url}/samples-000000000005")
+    with pytest.raises(UserError, match="cannot be fetched"):
+        Checkpoints(tmp_path / "new", missing, distributed.current()).to_resume()
+
+
+class Stuck(RemoteFolder):
+    """A store that does not answer."""
+
+    def __init__(self) -> None:
+        self.url = "stuck://"
+        self.asked = threading.Event()
+
+    def published(self) -> list[str]:
+        self.asked.set()
+        threading.Event().wait()
+        raise AssertionError
+
+
+def test_a_store_that_does_not_answer_does_not_hold_the_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    remote = Stuck()
+    mirror = Mirror(tmp_path, remote)
+    mirror.update()
+    assert remote.asked.wait(60)
+    assert not mirror.close(patience=0.0)
+    assert "the run ends without" in caplog.text
+    threads = [thread for thread in threading.enumerate() if thread.name == "remote-sync"]
+    assert threads
+    assert all(thread.daemon for thread in threads)
+
+
+def test_a_copy_that_fails_is_reported_and_tried_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"file://{tmp_path}/second"
+    failures = iter([OSError("no route to host")])
+    put = RemoteFolder.put
+
+    def fail_once(self: RemoteFolder, checkpoint: Path) -> None:
+        if error := next(failures, None):
+            raise error
+        put(self, checkpoint)
+
+    monkeypatch.setattr(RemoteFolder, "put", fail_once)
+    checkpoints = open_mirrored(tmp_path / "first", url)
+    checkpoints.save(4, state_of("none"))
+    checkpoints.close()
+    assert "not copied: OSError: no route to host" in caplog.text
+    later = open_mirrored(tmp_path / "first", url)
+    later.close()
+    assert RemoteFolder(url).published() == ["samples-000000000004"]
+
+
+def settings(**changes: Any) -> dict[str, dict[str, Any]]:
+    run = {"epochs": 2, "seed": 0, "batch_size": 8, "accum_freq": 1, "name": "a"}
+    optimizer = {"lr": 1e-3, "wd": 0.2}
+    return {
+        "run": {name: changes.get(name, value) for name, value in run.items()},
+        "optimizer": {name: changes.get(name, value) for name, value in optimizer.items()},
+        "data": {"workers": changes.get("workers", 4)},
+        "parallel": {"precision": changes.get("precision", "fp32")},
+    }
+
+
+def test_only_what_decides_the_learning_is_a_conflict() -> None:
+    free = settings(name="b", workers=1, precision="bf16", batch_size=4)
+    assert conflicts(settings(), 2, free, 4) == []
+    assert conflicts(settings(), 2, settings(lr=5e-4, epochs=3), 4) == [
+        "--epochs: 2 then, 3 now",
+        "--lr: 0.001 then, 0.0005 now",
+        "global batch: 16 then, 32 now",
+    ]
+
+
+def test_other_settings_want_override_and_then_hold(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def start(override: bool, **changes: Any) -> dict[str, Any]:
+        state = state_of("none")
+        state.progress["config"] = settings(**changes)
+        config = CheckpointConfig(override=override)
+        checkpoints = Checkpoints(tmp_path, config, distributed.current())
+        path = checkpoints.latest()
+        if path is None:
+            checkpoints.save(4, state)
+        else:
+            checkpoints.load(path, state)
+        checkpoints.close()
+        return state.progress
+
+    start(False)
+    with pytest.raises(UserError, match=r"--lr: 0\.001 then, 0\.01 now\n.*--override"):
+        start(False, lr=1e-2)
+    assert start(True, lr=1e-2)["config"]["optimizer"]["lr"] == 1e-2
+    assert "changed on resuming: --lr: 0.001 then, 0.01 now" in caplog.text
