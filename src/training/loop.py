@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Collection
 from contextlib import nullcontext
+from statistics import median
 from typing import Any
 
 from shardclip.errors import UserError
-from shardclip.training.config import TrainConfig
+from shardclip.training.config import TrainConfig, as_dict
 from shardclip.training.data.batch import Batch
 from shardclip.training.data.loader import merge_states
 from shardclip.training.distributed import Processes
@@ -34,7 +36,7 @@ def train(config: TrainConfig, processes: Processes) -> int:
         UserError: something that the user can put right.
     """
     folder = run_folder(config, processes)
-    with Tracker(config.tracking, folder, processes) as tracker:
+    with Tracker(config.tracking, folder, processes, settings=as_dict(config)) as tracker:
         run = start_run(config, folder, processes)
         tracker.begin(run.length.samples, run.length.samples_per_epoch)
         try:
@@ -50,6 +52,7 @@ class _Loop:
         self.run, self.tracker = run, tracker
         self.meter = Meter()
         self.skipped_in_a_row = 0
+        self.left_out: Counter[str] = Counter()
         self.saved_at = time.monotonic()
         self.peak = peak_flops(run.processes.device, run.engine.compute_dtype)
 
@@ -89,6 +92,7 @@ class _Loop:
         self.progress["samples"] += result.totals.samples
         self.progress["steps"] += 1
         self.progress["data"] = batch.state
+        self.left_out.update(batch.skipped)
         self.meter.samples += result.totals.samples
         self.meter.steps += 1
         if self.run.ema is not None and not result.skipped:
@@ -131,18 +135,28 @@ class _Loop:
         self.tracker.step(metrics, samples, step)
 
     def _rates(self) -> dict[str, float]:
+        """Rates since the last reading, and what the ranks tell each other at this cadence only."""
         processes = self.run.processes
         own = self.meter.seconds["step"] / max(self.meter.steps, 1)
         rates = self.meter.read(processes.world_size)
         if self.peak is not None and self.run.flops_per_sample is not None:
             per_rank = rates["samples_per_second_per_gpu"]
             rates["mfu"] = 3 * self.run.flops_per_sample * per_rank / self.peak
+        told = processes.all_gather_object((own, dict(self.left_out)))
+        self.left_out.clear()
+        self._report_left_out([counts for _, counts in told])
         if processes.is_distributed:
-            seconds = processes.all_gather_object(own)
+            seconds = [step_seconds for step_seconds, _ in told]
             slowest = max(range(len(seconds)), key=seconds.__getitem__)
-            median = sorted(seconds)[len(seconds) // 2]
-            rates |= {"slowest_rank": slowest, "step_time_spread": seconds[slowest] / max(median, 1e-9) - 1}
+            rates["slowest_rank"] = slowest
+            rates["step_time_spread"] = seconds[slowest] / max(median(seconds), 1e-9) - 1
         return rates
+
+    def _report_left_out(self, counts: list[dict[str, int]]) -> None:
+        total = sum(map(Counter, counts), Counter())
+        if total:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in total.most_common())
+            self.tracker.warning(f"samples left out since the last line: {reasons}")
 
     def _evaluate_if_due(self, step_samples: int) -> bool:
         """Whether the ranks agreed to stop in the middle of it."""
