@@ -1,6 +1,7 @@
 """What goes in comes out: our files open in open_clip to the same features, and open_clip's open here."""
 
 import json
+import weakref
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shardclip.errors import UserError
-from shardclip.models.export import UnreadTensor, write_model
+from shardclip.models.export import UnreadTensor, write_model, write_safetensors
 from shardclip.models.factory import ModelSpec, build
 from shardclip.models.weights import from_open_clip, read_file, read_weights, to_open_clip
 from shardclip.training import distributed
@@ -182,3 +183,59 @@ def test_a_checkpoint_is_exported_from_its_run(spec: ModelSpec, tmp_path: Path) 
     assert (
         json.loads((tmp_path / "out" / "open_clip_config.json").read_text())["preprocess_cfg"] == PREPROCESS
     )
+
+
+def test_tensors_are_read_one_at_a_time(tmp_path: Path) -> None:
+    alive: list[weakref.ref[Tensor]] = []
+
+    def read() -> Tensor:
+        assert not [reference for reference in alive if reference() is not None]
+        tensor = torch.ones(64, 64)
+        alive.append(weakref.ref(tensor))
+        return tensor
+
+    unread = {f"part{number}": UnreadTensor((64, 64), torch.float32, read) for number in range(5)}
+    path = tmp_path / "parts.safetensors"
+    write_safetensors(path, {name: tensor.to(torch.bfloat16) for name, tensor in unread.items()})
+    assert len(alive) == 5
+    assert all(value.dtype == torch.bfloat16 for value in read_file(path).values())
+
+
+def test_an_export_of_the_moving_average(tmp_path: Path) -> None:
+    spec = ModelSpec("CLIP", CONFIGS["CLIP"], PREPROCESS)
+    run = tmp_path / "run"
+    run.mkdir()
+    spec.save(run / "model.json")
+    model, average = _trained(spec), _trained(spec)
+    with torch.no_grad():
+        average.logit_scale.fill_(2.0)
+
+    class Average:
+        def state_dict(self) -> dict[str, Any]:
+            return {**dict(average.named_parameters()), "updates": 1}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise AssertionError("nothing is loaded here")
+
+    optimizer = torch.optim.AdamW(model.parameters())
+    saver = Checkpoints(run / "checkpoints", CheckpointConfig(), distributed.current())
+    saver.save(64, TrainState(model, optimizer, ema=Average()))
+    saver.close()
+    export(run, tmp_path / "average.safetensors", ema=True)
+    export(run, tmp_path / "weights.safetensors")
+    assert read_weights(tmp_path / "average.safetensors")["logit_scale"] == 2.0
+    assert torch.equal(read_weights(tmp_path / "weights.safetensors")["logit_scale"], model.logit_scale)
+
+
+def test_an_average_that_is_not_there_cannot_be_exported(tmp_path: Path) -> None:
+    spec = ModelSpec("CLIP", CONFIGS["CLIP"], PREPROCESS)
+    model = build(spec)
+    saver = Checkpoints(tmp_path / "checkpoints", CheckpointConfig(), distributed.current())
+    saver.save(64, TrainState(model, torch.optim.AdamW(model.parameters())))
+    saver.close()
+    with pytest.raises(UserError, match="no moving average"):
+        export(tmp_path, tmp_path / "out.safetensors", ema=True)
+    with pytest.raises(UserError, match=r"model\.json"):
+        export(tmp_path, tmp_path / "out.safetensors")
+    with pytest.raises(UserError, match="neither a checkpoint nor a run"):
+        export(tmp_path / "elsewhere", tmp_path / "out.safetensors")
