@@ -123,9 +123,13 @@ def test_crops_have_open_clips_distribution() -> None:
 @pytest.mark.parametrize("decoder", ["fast", "exact"])
 @pytest.mark.parametrize(
     ("format", "mode"),
-    [("PNG", "P"), ("PNG", "L"), ("PNG", "LA"), ("PNG", "RGBA"), ("PNG", "I;16"), ("JPEG", "L"), ("JPEG", "CMYK"),
-     ("GIF", "P"), ("WEBP", "RGB")],
-)  # fmt: skip
+    [
+        *(("PNG", mode) for mode in ("P", "L", "LA", "RGBA", "I;16")),
+        *(("JPEG", mode) for mode in ("L", "CMYK")),
+        ("GIF", "P"),
+        ("WEBP", "RGB"),
+    ],
+)
 def test_every_kind_of_picture_comes_out_in_rgb(decoder: str, format: str, mode: str) -> None:
     picture = scene(64, 64)
     if mode == "I;16":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -57,22 +56,27 @@ class Batch:
         return Batch(**pinned, keys=self.keys, state=self.state, skipped=self.skipped)
 
     def split(self, parts: int) -> list[Batch]:
-        """`parts` micro-batches of consecutive samples, renumbered from 0.
+        """`parts` micro-batches of consecutive samples, renumbered from 0; views. For a batch on the CPU.
 
         Sizes differ by one at most; with fewer samples than parts some are empty, so that every rank has
         the same number of micro-batches.
         """
+        if parts == 1:
+            return [self]
         edges = [self.samples * part // parts for part in range(parts + 1)]
-        return [self._slice(start, stop) for start, stop in pairwise(edges)]
+        return [self._slice(start, stop) for start, stop in zip(edges, edges[1:], strict=False)]
 
     def _slice(self, start: int, stop: int) -> Batch:
-        image_rows = (self.image_sample >= start) & (self.image_sample < stop)
-        text_rows = (self.text_sample >= start) & (self.text_sample < stop)
+        edges = torch.tensor([start, stop])
+        images, texts = (
+            slice(*torch.searchsorted(numbers, edges).tolist())
+            for numbers in (self.image_sample, self.text_sample)
+        )
         return Batch(
-            images=self.images[image_rows],
-            texts=self.texts[text_rows],
-            image_sample=self.image_sample[image_rows] - start,
-            text_sample=self.text_sample[text_rows] - start,
+            images=self.images[images],
+            texts=self.texts[texts],
+            image_sample=self.image_sample[images] - start,
+            text_sample=self.text_sample[texts] - start,
             caption_id=self.caption_id[start:stop],
             keys=self.keys[start:stop],
         )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
 import re
 import tarfile
 import tempfile
-from collections.abc import Iterable
+import zipfile
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,7 +130,7 @@ def _load(place: Path, fingerprint: NDArray[np.int64]) -> ShardIndex | None:
                 return None
             fields = {name: stored[name] for name in ShardIndex.__dataclass_fields__ if name != "damage"}
             return ShardIndex(**fields, damage=str(stored["damage"]))
-    except (OSError, ValueError, KeyError, EOFError):
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return None
 
 
@@ -200,6 +202,15 @@ def build_index(urls: str, rule: SampleKey = "first-dot") -> int:
                 print(f"damaged: {path}: {index.damage}; {len(index)} samples lie before the damage")
         print(f"source {source + 1}: {samples} samples in {len(local)} shards, {_found(local[:1], rule)}")
     return 1 if damaged else 0
+
+
+def main(argv: Sequence[str]) -> int:
+    """The verb `index` from its words."""
+    parser = argparse.ArgumentParser("shardclip index", description="count and index local tar shards")
+    parser.add_argument("data", help="shards in the form that --train-data takes")
+    parser.add_argument("--sample-key", choices=("first-dot", "last-dot"), default="first-dot")
+    options = parser.parse_args(list(argv))
+    return build_index(options.data, options.sample_key)
 
 
 def _found(paths: Iterable[str], rule: SampleKey) -> str:

@@ -116,8 +116,10 @@ class RemoteShard:
             except UserError:
                 raise
             except (OSError, EOFError, tarfile.TarError, ValueError) as error:
-                self.failure = str(error)
-                log.warning("%s: %s (attempt %d of %d)", self.url, error, attempt + 1, self._retries + 1)
+                self.failure = str(error.args[0] if error.args else error)
+                log.warning(
+                    "%s: %s (attempt %d of %d)", self.url, self.failure, attempt + 1, self._retries + 1
+                )
                 if isinstance(error, FileNotFoundError):
                     break
                 if attempt < self._retries:
@@ -130,13 +132,17 @@ class RemoteShard:
 
         stream = Checked(open_stream(self.url))
         files = tar_file_expander([{"url": self.url, "stream": stream}], select_files=self._select)
-        for sample in group_by_keys(files, keys=self._split, handler=_note):
-            raw = RawSample(f"{short_name(self.url)}:{sample['__key__']}")
-            for role, suffixes in self._wanted.items():
-                found = [sample[suffix] for suffix in suffixes if suffix in sample]
-                if found:
-                    raw.parts[role] = found[0]
-            yield raw
+        try:
+            for sample in group_by_keys(files, keys=self._split, handler=_note):
+                raw = RawSample(f"{short_name(self.url)}:{sample['__key__']}")
+                for role, suffixes in self._wanted.items():
+                    found = [sample[suffix] for suffix in suffixes if suffix in sample]
+                    if found:
+                        raw.parts[role] = found[0]
+                yield raw
+        except tarfile.TarError:
+            stream.finish()  # a command or connection that failed says more of it than the tar that it broke
+            raise
         stream.finish()
 
     def _select(self, name: str) -> bool:

@@ -164,14 +164,18 @@ class RemoteStream:
         size = 0
         while len(block) < BLOCK and size < BLOCK_BYTES:
             raw, self._after = next(self._next)
+            if raw is None:
+                if block:
+                    break
+                continue
             block.append(raw)
             size += sum(len(part) for part in raw.parts.values())
         order = block_order(len(block), self._data.seed, self.number, self._at.epoch, self._at.blocks)
         self._after.blocks = self._at.blocks + 1
         self._block = [block[place] for place in order]
 
-    def _samples(self, start: RemotePosition) -> Iterator[tuple[RawSample, RemotePosition]]:
-        """This stream's samples from a block's start on, each with the position after it."""
+    def _samples(self, start: RemotePosition) -> Iterator[tuple[RawSample | None, RemotePosition]]:
+        """This stream's samples from a block's start on, each with the position after it; None ends an epoch."""
         epoch, before, first, offset = start.epoch, start.before, start.unit, start.offset
         unreadable = 0
         while True:
@@ -193,6 +197,7 @@ class RemoteStream:
                         yield raw, RemotePosition(epoch, before, row, number + 1)
                 offset = 0
             epoch, before, first = epoch + 1, before + len(unit), 0
+            yield None, RemotePosition(epoch, before)
 
 
 def count(shards: list[list[str]]) -> int | None:

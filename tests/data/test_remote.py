@@ -1,0 +1,199 @@
+"""Shards read from their front: pipes, http, fsspec, compressed; cut, missing and slow ones; resuming."""
+
+import gzip
+import http.server
+import io
+import itertools
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from shards import SIZE, numbers, sample, tokenize, write_shards, write_tar
+
+from shardclip.errors import UserError
+from shardclip.training.data import remote
+from shardclip.training.data.config import DataConfig
+from shardclip.training.data.image_input import ImageInput
+from shardclip.training.data.loader import TrainLoader, merge_states, train_loader
+from shardclip.training.data.remote import RemoteShard
+
+SPEC = ImageInput(size=SIZE)
+WANTED = {"image": ("png",), "text": ("txt",)}
+
+
+def loader(data: str, streams: int, rank: int = 0, world: int = 1, **settings: Any) -> TrainLoader:
+    settings = {"workers": 0, "data_retries": 0, "train_num_samples": 60, **settings}
+    config = DataConfig(train_data=data, **settings)
+    return train_loader(
+        config, SPEC, tokenize, batch_size=12 // world, rank=rank, world_size=world, seed=0, streams=streams
+    )
+
+
+def read(loaders: list[TrainLoader], steps: int) -> list[list[int]]:
+    iterators = [iter(one) for one in loaders]
+    return [
+        list(itertools.chain.from_iterable(numbers(next(iterator)) for iterator in iterators))
+        for _ in range(steps)
+    ]
+
+
+@pytest.fixture
+def piped(tmp_path: Path) -> str:
+    """Six shards of ten samples each, through a command."""
+    write_shards(tmp_path, [10] * 6)
+    return f"pipe:cat {tmp_path}/{{00000..00005}}.tar"
+
+
+@pytest.fixture
+def web(tmp_path: Path) -> Iterator[str]:
+    """The address of a server of the test's folder, which cuts `cut.tar` short."""
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args, directory=str(tmp_path))
+
+        def do_GET(self) -> None:
+            if not self.path.endswith("cut.tar"):
+                return super().do_GET()
+            content = Path(tmp_path, "cut.tar").read_bytes()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content[: len(content) // 2])
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_shards_are_dealt_whole_and_an_epoch_is_all_of_them(piped: str) -> None:
+    batches = read([loader(piped, 3)], 10)
+    for epoch in (batches[:5], batches[5:]):
+        assert sorted(itertools.chain.from_iterable(epoch)) == list(range(60))
+    assert batches[:5] != batches[5:]
+
+
+@pytest.mark.parametrize(("world", "workers"), [(1, 2), (3, 0), (3, 1)])
+def test_ranks_and_workers_change_nothing(piped: str, world: int, workers: int) -> None:
+    ranks = [loader(piped, 3, rank, world, workers=workers) for rank in range(world)]
+    assert read(ranks, 4) == read([loader(piped, 3)], 4)
+    for one in ranks:
+        one.close()
+
+
+@pytest.mark.parametrize("stop", [1, 5, 7])
+def test_a_restart_goes_on_where_it_stopped(piped: str, stop: int) -> None:
+    reference = read([loader(piped, 3)], 12)
+    first = [loader(piped, 3, rank, 3) for rank in range(3)]
+    read(first, stop)
+    state = json.loads(json.dumps(merge_states([one.state_dict() for one in first])))
+    again = loader(piped, 3)
+    again.load_state_dict(state)
+    assert read([again], 12 - stop) == reference[stop:]
+
+
+def test_fewer_shards_than_streams_are_split_inside_and_said_so(tmp_path: Path, caplog: Any) -> None:
+    write_shards(tmp_path, [24, 24])
+    data = f"pipe:cat {tmp_path}/{{00000..00001}}.tar"
+    batches = read([loader(data, 6)], 4)
+    assert sorted(itertools.chain.from_iterable(batches)) == list(range(48))
+    assert "each shard is read 3 times an epoch" in caplog.text
+
+
+def test_http_and_compressed_and_fsspec_give_the_same(tmp_path: Path, web: str) -> None:
+    import fsspec
+
+    write_shards(tmp_path, [12])
+    content = (tmp_path / "00000.tar").read_bytes()
+    (tmp_path / "0.tar.gz").write_bytes(gzip.compress(content))
+    with fsspec.open("memory://bucket/0.tar", "wb") as file:
+        file.write(content)
+    seen = [
+        read([loader(data, 1)], 2)
+        for data in (f"{web}/00000.tar", str(tmp_path / "0.tar.gz"), "memory://bucket/0.tar")
+    ]
+    assert sorted(seen[0][0]) == list(range(12))
+    assert seen[0] == seen[1] == seen[2]
+
+
+def test_a_cut_connection_is_noticed_tried_again_and_counted(tmp_path: Path, web: str, caplog: Any) -> None:
+    write_tar(tmp_path / "cut.tar", [member for n in range(20) for member in sample(n)])
+    shard = RemoteShard(f"{web}/cut.tar", WANTED, "first-dot", retries=1, pause=0)
+    found = list(shard.samples())
+    assert [raw.key for raw in found[:5]] == [f"cut.tar:{n:06d}" for n in range(5)]
+    assert len(found) < 20
+    assert len({raw.key for raw in found}) == len(found)
+    assert found[-1].problem == "shard cannot be read to its end"
+    assert "attempt 2 of 2" in caplog.text
+
+
+def test_a_shard_cut_between_members_is_noticed(tmp_path: Path) -> None:
+    """Without its end mark a tar looks whole to tarfile."""
+    write_shards(tmp_path, [4])
+    shard = RemoteShard(f"pipe:head -c 9216 {tmp_path}/00000.tar", WANTED, "first-dot", retries=0)
+    assert next(reversed(list(shard.samples()))).problem == "shard cannot be read to its end"
+
+
+def test_a_failure_in_the_middle_repeats_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_shards(tmp_path, [20])
+    path = tmp_path / "00000.tar"
+    failures = iter([15_000, 30_000])
+
+    class Failing:
+        def __init__(self) -> None:
+            self.file = io.BytesIO(path.read_bytes())
+            self.left = next(failures, 10**9)
+
+        def read(self, size: int = -1) -> bytes:
+            self.left -= size
+            if self.left < 0:
+                raise OSError("connection lost")
+            return self.file.read(size)
+
+        def close(self) -> None:
+            self.file.close()
+
+    monkeypatch.setattr(remote, "open_stream", lambda url: Failing())
+    found = list(RemoteShard("s3://somewhere/0.tar", WANTED, "first-dot", retries=2, pause=0).samples())
+    assert [raw.key for raw in found] == [f"0.tar:{n:06d}" for n in range(20)]
+
+
+def test_missing_shards_end_the_run_with_the_address(web: str) -> None:
+    with pytest.raises(UserError, match=r"3 remote shards in a row could not be read.*/0000\d\.tar.*exit 22"):
+        read([loader(f"{web}/{{00000..00009}}.tar", 1)], 1)
+
+
+def test_the_number_of_samples_is_read_beside_the_shards_or_asked_for(tmp_path: Path, web: str) -> None:
+    write_shards(tmp_path, [3, 4])
+    data = f"{web}/{{00000..00001}}.tar"
+    with pytest.raises(UserError, match="--train-num-samples"):
+        loader(data, 1, train_num_samples=None)
+    for shard, count in enumerate((3, 4)):
+        (tmp_path / f"0000{shard}_stats.json").write_text(json.dumps({"count": 9, "successes": count}))
+    assert loader(data, 1, train_num_samples=None).samples_per_epoch == 7
+    (tmp_path / "sizes.json").write_text(json.dumps({"00000.tar": 3, "00001.tar": 5}))
+    assert loader(data, 1, train_num_samples=None).samples_per_epoch == 8
+
+
+def test_b33_remote_shards_without_a_usable_sample_list_suffixes(tmp_path: Path) -> None:
+    members = [(f"{n}.{suffix}", b"x") for n in range(60) for suffix in ("input.png", "txt")]
+    write_tar(tmp_path / "a.tar", members)
+    with pytest.raises(UserError, match=r"no image .*found: input\.png, txt; suffixes wanted"):
+        read([loader(f"pipe:cat {tmp_path}/a.tar", 1, max_skip_rate=1.0)], 1)
+
+
+def test_b41_the_end_of_a_shard_is_no_sample(tmp_path: Path) -> None:
+    """Three shards, two epochs: the same ids with and without the marker that webdataset 1 puts at an end."""
+    write_shards(tmp_path, [4, 4, 4])
+    batches = read([loader(f"pipe:cat {tmp_path}/{{00000..00002}}.tar", 1)], 2)
+    assert [sorted(batch) for batch in batches] == [list(range(12))] * 2
