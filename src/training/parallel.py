@@ -160,15 +160,7 @@ def parallelize(
     """
     kind = config.engine(processes.world_size)
     sharded = kind in ("fsdp", "hsdp")
-    units = find_units(model, config.fsdp_layers_to_wrap, config.fsdp_min_params) if sharded else []
-    if units:
-        log.info("FSDP units\n%s", table(units, model))
-    _recompute(model, config)
-    _compile(model, config)
-    if sharded:
-        _shard(model, [unit.name for unit in units], config, _mesh(kind, config, processes))
-    else:
-        model.compute_dtype = config.compute_dtype
+    units = lay_out(model, config, processes)
     device = torch.device("cpu") if config.fsdp_cpu_offload and sharded else processes.device
     _materialize(model, device)
     if sharded and config.fsdp_cpu_offload:
@@ -180,6 +172,31 @@ def parallelize(
         return Engine(kind, _replicate(model, processes), processes.world_size, config.compute_dtype)
     divisor = processes.world_size if sharded else 1
     return Engine(kind, model, divisor, config.compute_dtype, tuple(units))
+
+
+def lay_out(model: DualEncoder, config: ParallelConfig, processes: Processes) -> list[Unit]:
+    """Make `model` recompute, compile and shard as the flags say, in place and still on the meta device.
+
+    Needs a process group if it shards, but no data of it: a simulated one will do (`shardclip plan`).
+
+    Returns:
+        The units inside the towers; none if the engine does not shard.
+
+    Raises:
+        UserError: a pattern matches nothing, a tower has no unit, the sizes do not fit.
+    """
+    kind = config.engine(processes.world_size)
+    sharded = kind in ("fsdp", "hsdp")
+    units = find_units(model, config.fsdp_layers_to_wrap, config.fsdp_min_params) if sharded else []
+    if units:
+        log.info("FSDP units\n%s", table(units, model))
+    _recompute(model, config)
+    _compile(model, config)
+    if sharded:
+        _shard(model, [unit.name for unit in units], config, _mesh(kind, config, processes))
+    else:
+        model.compute_dtype = config.compute_dtype
+    return units
 
 
 def _scalars(model: DualEncoder) -> set[nn.Parameter]:
