@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardclip.models.padding import mask_of_length, sees_padding
+
 
 class Encoded(NamedTuple):
     """What one call of `DualEncoder` returns; a side that was not given is None."""
@@ -43,6 +45,7 @@ class DualEncoder(nn.Module):
         """What the towers autocast to; None leaves them as they are (fp32, or as FSDP casts them)."""
         self.visual = visual
         self.text = text
+        self.sees_padding = sees_padding(text)
         if text_decoder is not None:
             self.text_decoder = text_decoder
         self.logit_scale = nn.Parameter(torch.tensor(logit_scale, dtype=torch.float32))
@@ -62,7 +65,7 @@ class DualEncoder(nn.Module):
 
         Args:
             image: normalised pixels [I, 3, H, W], float.
-            text: token ids [T, L], int64.
+            text: token ids [T, L], int64; L may be less than the context unless the model `sees_padding`.
             caption_pairs: rows of `image` and rows of `text` ([P] int64 each) to decode captions for.
             clamp_scale: bounds that the *logarithm* of the scale is clamped to, in place, before it is read.
         """
@@ -72,7 +75,12 @@ class DualEncoder(nn.Module):
         caption_logits = None
         with self._computing():
             image_features, image_tokens = _encode(self.visual, image)
-            text_features, text_tokens = _encode(self.text, text)
+            with (
+                nullcontext()
+                if text is None or self.sees_padding
+                else mask_of_length(self.text, text.shape[1])
+            ):
+                text_features, text_tokens = _encode(self.text, text)
             if caption_pairs is not None:
                 assert image_tokens is not None and text_tokens is not None
                 image_rows, text_rows = caption_pairs

@@ -212,6 +212,8 @@ def _report(
     parameters = sum(parameter.numel() for parameter in model.parameters())
     counted = "an unknown number of" if flops is None else f"{flops:,}"
     log.info("model %s: %s parameters, %s forward FLOPs a pair", spec.name, f"{parameters:,}", counted)
+    if not model.sees_padding:
+        log.info("text tower: causal, pooled at the end mark: captions are cut to the longest of the batch")
     for row in trainable_table(model):
         log.info("group %-44s %15s trainable %15s frozen", row.group, f"{row.trainable:,}", f"{row.frozen:,}")
     for name, tensors, numbers in plan.table():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from shardclip.models.dual_encoder import DualEncoder, Encoded
 from shardclip.models.losses.caption import caption_cross_entropy, count_targets
 from shardclip.models.losses.gather import GlobalBatch, duplicate_rate, gather
+from shardclip.models.padding import sees_padding, without_padding
 from shardclip.training.data.batch import Batch
 from shardclip.training.distributed import Processes
 from shardclip.training.objective import Objective, Teacher
@@ -118,6 +119,8 @@ class TrainingStep:
     teacher: DualEncoder | None = None
 
     def __post_init__(self) -> None:
+        modules = {clean_name(name): module for name, module in self.engine.module.named_modules()}
+        self.sees_padding = sees_padding(modules["text"])
         norms = batch_norms(self.engine.module)
         self.image_norms = [norm for name, norm in norms.items() if name.startswith("visual.")]
         self.text_norms = [norm for name, norm in norms.items() if not name.startswith("visual.")]
@@ -130,7 +133,7 @@ class TrainingStep:
             totals: what `agree` said of this step; asked for here if not given.
         """
         totals = totals or self.agree(batch)
-        micro_batches = batch.to(self.processes.device).split(self.accumulation)
+        micro_batches = [self._prepared(micro) for micro in batch.split(self.accumulation)]
         losses, rate = self._gradients(micro_batches, totals)
         parameters = self._drop_unused(totals)
         norm = float(gradient_norm(parameters)) / self.loss_scale.value
@@ -155,6 +158,12 @@ class TrainingStep:
             skipped=not finite,
             culprits=culprits,
         )
+
+    def _prepared(self, batch: Batch) -> Batch:
+        """On the device; captions as long as the longest, where padding makes no difference."""
+        if not self.sees_padding:
+            batch = replace(batch, texts=without_padding(batch.texts))
+        return batch.to(self.processes.device)
 
     def agree(self, batch: Batch | None, save: bool = False) -> Totals:
         """Add up what the ranks hold and wish, in one small reduction; every rank calls it before a step.
@@ -264,7 +273,7 @@ class TrainingStep:
 
     def _culprits(self, batch: Batch, parameters: Sequence[nn.Parameter]) -> list[str]:
         """Keys of this rank's samples whose features alone are not finite."""
-        batch = batch.to(self.processes.device)
+        batch = self._prepared(batch)
         with torch.no_grad(), _evaluating(self.engine.module):
             current = _Pass(self, batch)
             out = current.encode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ class Batch:
         if parts == 1:
             return [self]
         edges = [self.samples * part // parts for part in range(parts + 1)]
-        return [self._slice(start, stop) for start, stop in zip(edges, edges[1:], strict=False)]
+        return [self._slice(start, stop) for start, stop in pairwise(edges)]
 
     def _slice(self, start: int, stop: int) -> Batch:
         edges = torch.tensor([start, stop])

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from shardclip.errors import UserError
+from shardclip.models.padding import without_padding
 from shardclip.training.data.batch import Batch
 from shardclip.training.distributed import Processes
 from shardclip.training.evaluation.lockstep import first_known, lockstep
-from shardclip.training.evaluation.padding import without_padding
 from shardclip.training.evaluation.retrieval import Side, retrieval
 from shardclip.training.evaluation.undisturbed import undisturbed
 
@@ -48,16 +48,18 @@ def evaluate_pairs(
     device = device or processes.device
     images, texts = _Collector(), _Collector()
     keys: list[str] = []
-    shapes, scale = None, 1.0
+    shapes: tuple[torch.Size, torch.Size] | None = None
+    scale = 1.0
     with undisturbed(model, processes) as encoder:
         for batch in lockstep(batches, processes, "validation pairs"):
             if shapes is None:
                 own = None if batch is None else (batch.images.shape[1:], batch.texts.shape[1:])
                 shapes = first_known(own, processes)
-            pixels = _or_blank(batch and batch.images, shapes[0], torch.uint8).to(device)
-            captions = _or_blank(batch and batch.texts, shapes[1], torch.int64)
-            with without_padding(encoder.text, captions) as tokens:
-                encoded = encoder(image=normalise(pixels), text=tokens.to(device))
+            assert shapes is not None
+            pixels = _or_blank(None if batch is None else batch.images, shapes[0], torch.uint8).to(device)
+            captions = _or_blank(None if batch is None else batch.texts, shapes[1], torch.int64)
+            tokens = captions if encoder.sees_padding else without_padding(captions)
+            encoded = encoder(image=normalise(pixels), text=tokens.to(device))
             scale = float(encoded.logit_scale)
             if batch is not None:
                 images.add(encoded.image_features, batch.images, batch.image_sample + len(keys))
@@ -67,9 +69,9 @@ def evaluate_pairs(
         raise UserError("validation data: no sample was read on any rank")
     width = first_known(images.width, processes)
     numbers = _numbers(keys, processes)
-    sides = [collector.side(numbers, width, processes, device) for collector in (images, texts)]
-    metrics = retrieval(*sides, scale, processes=processes, chunk_size=chunk_size)
-    counts = processes.all_gather_object((len(keys), *(len(side.sample) for side in sides)))
+    image_side, text_side = (c.side(numbers, width, processes, device) for c in (images, texts))
+    metrics = retrieval(image_side, text_side, scale, processes=processes, chunk_size=chunk_size)
+    counts = processes.all_gather_object((len(keys), len(image_side.sample), len(text_side.sample)))
     totals = (sum(column) for column in zip(*counts, strict=True))
     return metrics | dict(zip(("samples", "images", "texts"), totals, strict=True))
 

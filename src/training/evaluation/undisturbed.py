@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import cast
 
 import numpy as np
 import torch
@@ -14,11 +15,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from shardclip.models.dual_encoder import DualEncoder
 from shardclip.training.distributed import Processes
 
 
 @contextmanager
-def undisturbed(model: nn.Module, processes: Processes) -> Iterator[nn.Module]:
+def undisturbed(model: nn.Module, processes: Processes) -> Iterator[DualEncoder]:
     """The module to call for evaluation; afterwards everything that a training step depends on is as before.
 
     Inside: evaluation mode, no gradients, the same buffers on every rank. Restored: the mode of every
@@ -28,7 +30,7 @@ def undisturbed(model: nn.Module, processes: Processes) -> Iterator[nn.Module]:
     The module is the one inside DDP's wrapper: a forward through the wrapper issues collectives, and
     without gradients it makes the wrapper skip the next step's broadcast of buffers.
     """
-    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    inner = cast(DualEncoder, model.module if isinstance(model, DistributedDataParallel) else model)
     modes = {module: module.training for module in inner.modules()}
     buffers = _plain_buffers(inner) if processes.world_size > 1 else []
     own = [buffer.clone() for buffer in buffers]

@@ -3,6 +3,7 @@
 import logging
 import sys
 from collections.abc import Mapping
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -41,7 +42,7 @@ class Bar:
         """Move the bar and show the newest numbers beside it."""
         self._rate = metrics.get("samples_per_second", self._rate)
         short = {"loss": "loss {:.4g}", "logit_scale": "scale {:.4g}", "grad_norm": "norm {:.3g}"}
-        fields = {"left": clock.remaining(self._rate)}
+        fields: dict[str, Any] = {"left": clock.remaining(self._rate)}
         if self._rate > 0:
             fields["rate"] = f"{self._rate:,.0f}/s"
         numbers = " ".join(text.format(metrics[name]) for name, text in short.items() if name in metrics)
