@@ -331,6 +331,16 @@ def test_what_is_left_of_a_killed_save_is_removed_at_the_next_start(tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_kill_between_replacing_and_renaming_brings_the_old_one_back(tmp_path: Path) -> None:
+    before = save(tmp_path, 4)
+    (path,) = published(tmp_path)
+    path.rename(tmp_path / "tmp-samples-000000000004-1-replaced")
+    name, loaded = resumed(tmp_path)
+    assert name == path.name
+    assert different(before, loaded) == []
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_resume_latest_of_a_new_run_is_a_new_start(tmp_path: Path) -> None:
     assert open_checkpoints(tmp_path, resume="latest").to_resume() is None
     assert open_checkpoints(tmp_path).to_resume() is None

@@ -26,6 +26,7 @@ from shardclip.training.checkpoint.storage import (
     PublishingWriter,
     SafeReader,
     checkpoint_name,
+    clear_unfinished,
     fault,
     fill,
     published,
@@ -76,9 +77,8 @@ class Checkpoints:
         self._newest: int | None = None
         if self.rank == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for stale in self.folder.glob("tmp-*"):
-                _log.info("%s was not finished: removed", stale)
-                shutil.rmtree(stale)
+            for name in clear_unfinished(self.folder):
+                _log.info("%s was not finished: removed", name)
         self._remote = remote or RemoteConfig()
         self._mirror: Mirror | None = None
         self._barrier()

@@ -17,6 +17,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 import warnings
 import zlib
 from collections.abc import Callable
@@ -153,6 +154,18 @@ def publish(partial: Path, final: Path) -> None:
         os.rename(final, retired)
     os.rename(partial, final)
     sync_folder(final.parent)
+
+
+def clear_unfinished(folder: Path) -> list[str]:
+    """Remove what a killed save left, and put back what it was about to replace; the names that are gone."""
+    for retired in folder.glob("tmp-*-replaced"):
+        match = _NAME.search(retired.name)
+        if match is not None and not (final := folder / match[0]).exists():
+            os.rename(retired, final)
+    unfinished = sorted(folder.glob("tmp-*"))
+    for path in unfinished:
+        shutil.rmtree(path)
+    return [path.name for path in unfinished]
 
 
 def write_durably(path: Path, text: str) -> None:
