@@ -30,6 +30,7 @@ from shardclip.training.optimizer import ParameterPlan, build_optimizer, plan_pa
 from shardclip.training.parallel import Engine, ParallelConfig, parallelize
 from shardclip.training.schedule import Schedule, build_schedule
 from shardclip.training.step import LossScale, TrainingStep
+from shardclip.training.teacher import build_teacher
 from shardclip.training.throughput import forward_flops
 
 log = logging.getLogger(__name__)
@@ -144,6 +145,7 @@ def start_run(config: TrainConfig, folder: Path, processes: Processes) -> Run:
         engine = parallelize(model, config.parallel, processes, source=source, blank_text=blank_text)
         del source
         optimizer = build_optimizer(engine.module, plan, config.optimizer)
+        teacher = build_teacher(config.objective, spec, processes.device, engine.compute_dtype)
         _report_precision(engine, config.parallel)
     with phase("data"), processes.together("opening the training data"):
         loader, length = _open_data(config, image_input, tokenize, processes)
@@ -168,6 +170,7 @@ def start_run(config: TrainConfig, folder: Path, processes: Processes) -> Run:
         accumulation=config.run.accum_freq,
         max_norm=config.optimizer.grad_clip_norm,
         loss_scale=scaler,
+        teacher=teacher,
     )
     schedule = build_schedule(
         config.optimizer,

@@ -120,7 +120,8 @@ class TrainingStep:
 
     def __post_init__(self) -> None:
         modules = {clean_name(name): module for name, module in self.engine.module.named_modules()}
-        self.sees_padding = sees_padding(modules["text"])
+        teacher_sees_padding = self.teacher is not None and self.teacher.sees_padding
+        self.sees_padding = sees_padding(modules["text"]) or teacher_sees_padding
         norms = batch_norms(self.engine.module)
         self.image_norms = [norm for name, norm in norms.items() if name.startswith("visual.")]
         self.text_norms = [norm for name, norm in norms.items() if not name.startswith("visual.")]
