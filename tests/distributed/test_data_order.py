@@ -126,6 +126,13 @@ def test_b37_what_a_worker_reads_changes_from_epoch_to_epoch(tmp_path: Path) -> 
         assert len({frozenset(shares[(epoch, *reader)]) for epoch in range(3)}) == 3
 
 
+def test_b46_a_batch_mixes_shards_though_few_streams_read_them(tmp_path: Path) -> None:
+    """Eight shards of one kind of picture each: a batch of 24 of two streams meets most of the kinds."""
+    data = write_shards(tmp_path, [48] * 8)
+    for batch in read([loader(data, 0, 0, 1, streams=2)], 8):
+        assert len({number // 48 for number in batch}) >= 6
+
+
 def test_b38_with_replacement_no_two_readers_draw_alike_and_weights_hold() -> None:
     """64 shards, eight streams: lists of an epoch differ, and weight 3 is drawn 3 times as often as 1."""
     source, run = epoch_runs([64], [1.0], seed=5, epoch=0, resampled=True)

@@ -175,7 +175,7 @@ class RemoteStream:
         self._block = [block[place] for place in order]
 
     def _samples(self, start: RemotePosition) -> Iterator[tuple[RawSample | None, RemotePosition]]:
-        """This stream's samples from a block's start on, each with the position after it; None ends an epoch."""
+        """This stream's samples from a block on, each with the position after it; None after an epoch."""
         epoch, before, first, offset = start.epoch, start.before, start.unit, start.offset
         unreadable = 0
         while True:

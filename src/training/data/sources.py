@@ -165,6 +165,11 @@ def open_source(
         UserError: the source holds no sample.
     """
     kind = kind_of(shards, config)
+    if kind == "stream":
+        raise UserError(
+            f"{shards[0]} can only be read from its front. Evaluation reads by seeking: copy the shards to this "
+            "machine, uncompressed."
+        )
     source: Source
     if kind == "tar":
         from shardclip.training.data.tar import TarSource
