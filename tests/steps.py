@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardclip.models import factory
+from shardclip.models.batch_norm import convert_batch_norm
 from shardclip.models.dual_encoder import DualEncoder
 from shardclip.models.locking import LockConfig, lock
 from shardclip.training.distributed import current
@@ -46,6 +47,7 @@ def training_step(
     objective: ObjectiveConfig | None = None,
     teacher: DualEncoder | None = None,
     vision: dict[str, Any] | None = None,
+    batch_norm_over_ranks: bool | None = None,
     **parallel: Any,
 ) -> TrainingStep:
     """The step of the tiny model `kind` (see `tiny.spec`) under an engine; weights from seed 0."""
@@ -54,6 +56,8 @@ def training_step(
     shard = processes.world_size // 2 if engine == "hsdp" and processes.world_size > 2 else None
     settings = {"precision": "fp32", "fsdp_shard_size": shard, **parallel}
     model = factory.build_meta(spec)
+    if batch_norm_over_ranks is not None:
+        convert_batch_norm(model, synchronised=batch_norm_over_ranks)
     if locked is not None:
         lock(model, locked)
     source = factory.build(spec, seed=0) if processes.is_primary else None

@@ -33,8 +33,7 @@ def _refused(text: str) -> Answer:
     return Answer("refused", text)
 
 
-_CAPTIONS = "captions are padded to the context length; lower it with --force-context-length"
-_COPY = "checkpoints appear in the run's folder whole, so any tool may copy it (aws s3 sync, rclone, rsync)"
+_CAPTIONS = "a causal text tower gets no padding anyway; for others, lower --force-context-length"
 _AUDIO = "audio is not this project's job: open_clip's main branch trains CLAP"
 _NAFLEX = "NaFlex is not this project's job: open_clip's main branch has it; here --force-image-size is fixed"
 
@@ -61,13 +60,11 @@ ANSWERS: dict[str, Answer] = {
     "horovod": _refused("replaced by torchrun or srun with --ddp or --fsdp"),
     "torchscript": _refused("replaced by --torchcompile"),
     "trace": _refused("replaced by --torchcompile, and by `shardclip export` for inference"),
-    "use-bn-sync": _refused("statistics of BatchNorm stay local: take a model without it (any ViT)"),
     "use-bnb-linear": _refused("int8 layers are not this project's job; --precision has bf16"),
     "opt-fallback-list": _refused("only Muon needs it, which is not here; --opt takes timm/NAME"),
     "copy-codebase": _refused("install a copy instead: pip install --target FOLDER, then run it from there"),
-    "remote-sync": _refused(_COPY),
-    "remote-sync-frequency": _refused(_COPY),
-    "remote-sync-protocol": _refused(_COPY),
+    "remote-sync-frequency": _always("always at once: each checkpoint is copied when it is whole"),
+    "remote-sync-protocol": _always("the URL of --remote-sync says it"),
     "length-bucketing": _refused(_CAPTIONS),
     "bucket-pool": _refused(_CAPTIONS),
     "bucket-chunk": _refused(_CAPTIONS),

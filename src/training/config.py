@@ -14,6 +14,7 @@ from shardclip.models.factory import ModelConfig
 from shardclip.models.locking import LockConfig
 from shardclip.training import compatibility, parsing
 from shardclip.training.checkpoint.config import CheckpointConfig
+from shardclip.training.checkpoint.remote import RemoteConfig
 from shardclip.training.data.config import DataConfig
 from shardclip.training.distributed import DistributedConfig
 from shardclip.training.ema import EmaConfig
@@ -70,6 +71,7 @@ class TrainConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    remote: RemoteConfig = field(default_factory=RemoteConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 

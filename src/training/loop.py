@@ -22,6 +22,7 @@ from shardclip.training.evaluation.run import evaluate
 from shardclip.training.failure import EXIT_REQUEUE
 from shardclip.training.signals import Stoppable, Stopped
 from shardclip.training.start import Run, run_folder, start_run
+from shardclip.training.statistics import average_statistics
 from shardclip.training.step import SCALE_BOUNDS, StepResult
 from shardclip.training.throughput import Meter, peak_flops, peak_memory_bytes
 from shardclip.training.tracking import Tracker
@@ -210,6 +211,8 @@ class _Loop:
     def _save(self) -> None:
         run, own = self.run, self.progress["data"]
         run.processes.position.at("save", self.progress["steps"])
+        if not run.config.parallel.use_bn_sync:
+            average_statistics(run.engine.module)
         self.progress["data"] = merge_states(run.processes.all_gather_object(own))
         run.checkpoints.save(self.progress["samples"], run.state)
         self.progress["data"] = own

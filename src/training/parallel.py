@@ -79,6 +79,8 @@ class ParallelConfig:
     """Recompute activations in backward, in every block (or those of --fsdp-layers-to-grad-checkpoint)."""
     grad_checkpointing_every: int = 1
     """Recompute only every n-th of those modules."""
+    use_bn_sync: bool = False
+    """Take the statistics of BatchNorm over all ranks: then its gradient is that of the whole batch, too."""
     torchcompile: bool = False
     """Compile each block with torch.compile."""
     torchcompile_backend: str = "inductor"

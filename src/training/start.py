@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardclip.errors import UserError
 from shardclip.models import factory
+from shardclip.models.batch_norm import convert_batch_norm
 from shardclip.models.dual_encoder import DualEncoder
 from shardclip.models.factory import ModelSpec
 from shardclip.models.locking import lock, trainable_table
@@ -137,6 +139,7 @@ def start_run(config: TrainConfig, folder: Path, processes: Processes) -> Run:
         image_input = ImageInput.from_preprocess_cfg(spec.preprocess_cfg)
         source = factory.build(spec, config.model, seed=config.run.seed) if processes.is_primary else None
         model = factory.build_meta(spec)
+        convert_batch_norm(model, synchronised=config.parallel.use_bn_sync)
         lock(model, config.lock)
         plan = plan_parameters(model, config.optimizer)
         objective = Objective(config.objective, spec)
@@ -156,8 +159,8 @@ def start_run(config: TrainConfig, folder: Path, processes: Processes) -> Run:
     torch.manual_seed(config.run.seed + processes.rank)
     with phase("resume"):
         state = TrainState(engine.module, optimizer, ema=ema, scaler=scaler)
-        checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint, processes)
-        _resume(checkpoints, state, loader, length)
+        checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint, processes, remote=config.remote)
+        _resume(checkpoints, state, loader, length, configuration.as_dict(config))
     step = TrainingStep(
         engine,
         objective,
@@ -238,10 +241,20 @@ def _report_precision(engine: Engine, config: ParallelConfig) -> None:
     )
 
 
-def _resume(checkpoints: Checkpoints, state: TrainState, loader: TrainLoader, length: Length) -> None:
+def _resume(
+    checkpoints: Checkpoints,
+    state: TrainState,
+    loader: TrainLoader,
+    length: Length,
+    settings: dict[str, Any],
+) -> None:
     """Go on from the checkpoint that the settings name; a new run where `latest` finds none."""
     state.progress.update(
-        samples=0, steps=0, first_global_batch=length.global_batch, data=loader.state_dict()
+        samples=0,
+        steps=0,
+        first_global_batch=length.global_batch,
+        data=loader.state_dict(),
+        config=settings,
     )
     path = checkpoints.to_resume()
     if path is not None:

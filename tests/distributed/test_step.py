@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+import torch.nn.functional as F
 from steps import gradients, training_step, weights
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -421,3 +422,50 @@ def test_b61_a_captioning_model_learns_four_captions_by_heart(
     ((right, contrastive),) = ranks(1).run(overfit, contrastive_weight, accumulation)
     assert right == 1.0
     assert (contrastive == 0.0) == (contrastive_weight == 0.0)
+
+
+# --- BatchNorm over ranks -------------------------------------------------------------------------------
+
+
+def synchronised_batch_norm(engine: str, precision: str) -> tuple[float, float, float]:
+    """Largest relative errors of gradients and of running statistics against one process, and the loss's."""
+    step = training_step("resnet", engine, batch_norm_over_ranks=True, precision=precision)
+    rank, everyone = step.processes.rank, list(range(4))
+    own = tiny.batch(everyone if rank == 0 else [], everyone, 4, first=4 * rank)
+    result = step(own)
+    model = tiny.build("resnet").train()
+    images, texts = tiny.batch(everyone, everyone, 4), tiny.batch([], list(range(8)), 8)
+    out = model(step.pixels(images.images), texts.texts)
+    logits = out.logit_scale * out.image_features @ out.text_features.T
+    target = torch.arange(4)
+    loss = (F.cross_entropy(logits, target) + F.cross_entropy(logits.T[:4], target)) / 2
+    loss.backward()
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    norm = torch.stack([g.norm() for g in expected.values()]).norm()
+    found = gradients(step)
+    worst = max(((found[n] - g).norm() / max(g.norm(), 1e-3 * norm)).item() for n, g in expected.items())
+    buffers = dict(step.engine.module.named_buffers())
+    statistics = max(
+        (buffers[_wrapped(name, buffers)] - value).abs().max().item()
+        for name, value in model.named_buffers()
+        if "running" in name
+    )
+    return worst, statistics, abs(result.losses["loss"].item() - loss.item())
+
+
+def _wrapped(name: str, names: dict[str, Tensor]) -> str:
+    return next(known for known in names if clean_name(known) == name)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_synchronised_batch_norm_has_one_gradient_though_a_rank_has_no_picture(ranks, engine: str) -> None:
+    for gradient, statistics, loss in ranks(2).run(synchronised_batch_norm, engine, "fp32"):
+        assert gradient <= 1e-4
+        assert statistics <= 1e-6
+        assert loss <= 1e-5
+
+
+def test_batch_norm_computes_in_fp32_under_a_bf16_policy(ranks) -> None:
+    for _, statistics, loss in ranks(2).run(synchronised_batch_norm, "fsdp", "amp_bf16"):
+        assert statistics <= 0.02
+        assert loss <= 0.1

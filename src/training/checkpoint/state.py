@@ -108,9 +108,9 @@ def load_targets(
     moments = saved_moments(saved)
     for name, parameter in parameter_names(state.model).items():
         for moment in moments.get(name, ()):
-            kind = saved[key := f"optimizer.{name}.{moment}"]
-            dtype = kind.properties.dtype
-            targets[key] = moment_like(state.optimizer, parameter, moment, kind.size, dtype)
+            stored = saved[key := f"optimizer.{name}.{moment}"]
+            dtype = stored.properties.dtype
+            targets[key] = moment_like(state.optimizer, parameter, moment, stored.size, dtype)
     if state.ema is not None:
         average = {f"ema.{name}": value for name, value in _tensors_of(state.ema.state_dict()).items()}
         targets |= {key: value for key, value in average.items() if key in saved}
