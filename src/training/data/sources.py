@@ -167,8 +167,8 @@ def open_source(
     kind = kind_of(shards, config)
     if kind == "stream":
         raise UserError(
-            f"{shards[0]} can only be read from its front. Evaluation reads by seeking: copy the shards to this "
-            "machine, uncompressed."
+            f"{shards[0]} can only be read from its front. Evaluation reads by seeking: copy the shards to "
+            "this machine, uncompressed."
         )
     source: Source
     if kind == "tar":
