@@ -170,8 +170,8 @@ def parallelize(
             scalar.data = scalar.data.to(processes.device)
     _send_weights(model, source, processes)
     if kind == "ddp":
-        _freeze_idle(model, blank_text.to(processes.device))
-        return Engine(kind, _replicate(model, processes), processes.world_size, config.compute_dtype)
+        module = _replicate(model, processes, blank_text.to(processes.device))
+        return Engine(kind, module, processes.world_size, config.compute_dtype)
     divisor = processes.world_size if sharded else 1
     return Engine(kind, model, divisor, config.compute_dtype, tuple(units))
 
@@ -227,17 +227,29 @@ def _compile(model: DualEncoder, config: ParallelConfig) -> None:
             block.compile(backend=config.torchcompile_backend, mode=config.torchcompile_mode)
 
 
-def _mesh(kind: EngineKind, config: ParallelConfig, processes: Processes) -> DeviceMesh:
-    if not dist.is_initialized():
-        backend = "nccl" if processes.device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+def shard_size(kind: EngineKind, config: ParallelConfig, processes: Processes) -> int:
+    """How many ranks a parameter is cut into; every so many ranks hold the whole of it.
+
+    Raises:
+        UserError: --fsdp-shard-size does not divide the processes.
+    """
     world = processes.world_size
+    if kind not in ("fsdp", "hsdp"):
+        return 1
     several_nodes = processes.local_world_size < world
     size = config.fsdp_shard_size or (
         processes.local_world_size if kind == "hsdp" or several_nodes else world
     )
     if world % size:
         raise UserError(f"--fsdp-shard-size {size} does not divide the {world} processes")
+    return size
+
+
+def _mesh(kind: EngineKind, config: ParallelConfig, processes: Processes) -> DeviceMesh:
+    if not dist.is_initialized():
+        backend = "nccl" if processes.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    world, size = processes.world_size, shard_size(kind, config, processes)
     if size == world and kind != "hsdp":
         return init_device_mesh(processes.device.type, (world,), mesh_dim_names=("shard",))
     return init_device_mesh(
@@ -302,8 +314,8 @@ def _send_weights(model: DualEncoder, source: DualEncoder | None, processes: Pro
             target.copy_(value)
 
 
-def _freeze_idle(model: DualEncoder, blank_text: Tensor) -> None:
-    """Freeze what no output depends on (an unused pooler, say): DDP would wait for its gradient."""
+def _idle(model: DualEncoder, blank_text: Tensor) -> list[str]:
+    """Names of parameters that no output depends on (an unused pooler, say)."""
     image_size = model.visual.image_size
     size = image_size if isinstance(image_size, tuple) else (image_size, image_size)
     blank_image = torch.zeros(1, 3, *size, device=blank_text.device)
@@ -313,21 +325,23 @@ def _freeze_idle(model: DualEncoder, blank_text: Tensor) -> None:
     model.eval()
     outputs = [out for out in model(blank_image, blank_text, caption_pairs=pairs) if out is not None]
     model.train(training)
-    wanted = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    total = sum(out.float().sum() for out in outputs)
-    gradients = torch.autograd.grad(total, list(wanted.values()), allow_unused=True)  # type: ignore[arg-type]
-    idle = [name for name, gradient in zip(wanted, gradients, strict=True) if gradient is None]
-    for name in idle:
-        wanted[name].requires_grad_(False)
-    if idle:
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    total = torch.stack([out.float().sum() for out in outputs]).sum()
+    gradients = torch.autograd.grad(total, list(trainable.values()), allow_unused=True)
+    return [name for name, gradient in zip(trainable, gradients, strict=True) if gradient is None]
+
+
+def _replicate(model: DualEncoder, processes: Processes, blank_text: Tensor) -> DistributedDataParallel:
+    if idle := _idle(model, blank_text):
+        # DDP would wait for their gradients. They keep their values, as under the other engines.
         log.warning("nothing depends on these parameters; they stay as they are: %s", ", ".join(idle))
-
-
-def _replicate(model: DualEncoder, processes: Processes) -> DistributedDataParallel:
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, idle)
     return DistributedDataParallel(
         model,
         device_ids=[processes.device] if processes.device.type == "cuda" else None,
         gradient_as_bucket_view=True,
         # The weights have just come from rank 0.
         init_sync=False,
+        # Statistics are each rank's own until a save, or synchronised by the layers themselves.
+        broadcast_buffers=False,
     )

@@ -15,10 +15,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
+from shardclip.models import factory
 from shardclip.models.locking import LockConfig
 from shardclip.training.distributed import current
-from shardclip.training.objective import ObjectiveConfig
+from shardclip.training.objective import Objective, ObjectiveConfig
 from shardclip.training.optimizer import clean_name
+from shardclip.training.parallel import ParallelConfig, parallelize
 from shardclip.training.step import LossScale, TrainingStep, _Pass
 
 ENGINES = ("ddp", "fsdp", "hsdp")
@@ -469,3 +471,42 @@ def test_batch_norm_computes_in_fp32_under_a_bf16_policy(ranks) -> None:
     for _, statistics, loss in ranks(2).run(synchronised_batch_norm, "fsdp", "amp_bf16"):
         assert statistics <= 0.02
         assert loss <= 0.1
+
+
+# --- parameters that nothing depends on -----------------------------------------------------------------
+
+
+def with_an_idle_layer(engine: str) -> dict[str, Any]:
+    processes, spec = current(), tiny.spec()
+    model, source = factory.build_meta(spec), tiny.build()
+    with torch.device("meta"):
+        model.text.pooler = torch.nn.Linear(4, 4)
+    source.text.pooler = torch.nn.Linear(4, 4)
+    config = ParallelConfig(distributed_engine=engine, precision="fp32")
+    laid = parallelize(
+        model,
+        config,
+        processes,
+        source=source if processes.is_primary else None,
+        blank_text=tiny.blank_text(),
+    )
+    optimizer = adamw(list(laid.module.parameters()))
+    step = TrainingStep(
+        laid,
+        Objective(ObjectiveConfig(), spec),
+        optimizer,
+        processes,
+        pixels=lambda images: images.float() / 255 - 0.5,
+        blank_text=tiny.blank_text(),
+        blank_image=torch.zeros(1, 3, 32, 32, dtype=torch.uint8),
+    )
+    before = weights(step)
+    for seed in range(3):
+        step(own_batch(step, seed=seed))
+    return {"still": [name for name, value in weights(step).items() if torch.equal(value, before[name])]}
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_a_layer_that_nothing_depends_on_neither_hangs_nor_decays(ranks, engine: str) -> None:
+    expected = {"still": ["text.pooler.weight", "text.pooler.bias"]}
+    assert ranks(2).run(with_an_idle_layer, engine) == [expected] * 2
