@@ -38,7 +38,7 @@ VERBS = {
     "plan": Verb("shardclip.training.planning", "main", "memory and traffic of a run before it is submitted"),
     "index": Verb("shardclip.commands", "index", "count and index shards"),
     "export": Verb("shardclip.commands", "export", "write a checkpoint that open_clip opens"),
-    "doctor": Verb("shardclip.doctor", "main", "what this machine has, and what a run would miss"),
+    "doctor": Verb("shardclip.training.data.doctor", "main", "what a run would trip over in its data"),
     "plot": Verb(
         "shardclip.training.plotting", "main", "draw loss, accuracy, throughput, scale and norms of runs"
     ),
