@@ -26,13 +26,17 @@ from shardclip.models.dual_encoder import DualEncoder
 
 _CONFIG_FILE = "open_clip_config.json"
 
+CONFIGS = Path(__file__).parent / "configs"
+"""Architectures that ship beside open_clip's: JSON files in its form, named like the model."""
+
 
 @dataclass(frozen=True)
 class ModelConfig:
     """What is learnt: architecture, starting weights, image and text input."""
 
     model: str = "ViT-B-32"
-    """Architecture: a name of open_clip's list, or `local-dir:FOLDER` / `hf-hub:NAME`."""
+    """Architecture: ViT-G-14, ViT-X-14, mt5-xxl-ViT-G-14, a name of open_clip's list, or `local-dir:FOLDER` /
+    `hf-hub:NAME`."""
     model_config: str | None = None
     """JSON file with a configuration of one's own, in open_clip's form; replaces --model."""
     pretrained: str | None = None
@@ -146,11 +150,15 @@ def _read_architecture(config: ModelConfig) -> tuple[str, dict[str, Any], dict[s
     if schema == "local-dir":
         spec = _read_folder(Path(identifier))
         return spec.name, spec.model_cfg, spec.preprocess_cfg
+    shipped = {path.stem: path for path in CONFIGS.glob("*.json")}
+    if config.model in shipped:
+        return config.model, json.loads(shipped[config.model].read_text(encoding="utf-8")), {}
     found = get_model_config(config.model)
     if found is None:
-        near = difflib.get_close_matches(config.model, open_clip.list_models(), n=3, cutoff=0.4)
+        known = [*shipped, *open_clip.list_models()]
+        near = difflib.get_close_matches(config.model, known, n=3, cutoff=0.4)
         raise UserError(
-            f"--model {config.model}: open_clip has no configuration of that name; "
+            f"--model {config.model}: there is no configuration of that name; "
             f"nearest: {', '.join(near) or 'none'}. A JSON file of your own goes to --model-config."
         )
     preprocess_cfg: dict[str, Any] = {}
