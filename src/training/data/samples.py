@@ -138,7 +138,7 @@ def collate(
     samples: list[Sample],
     tokenize: Tokenizer,
     size: tuple[int, int],
-    state: dict[str, Any],
+    state: dict[Any, Any],
     skipped: Counter[str],
 ) -> Batch:
     """The batch of some samples, in their order."""
