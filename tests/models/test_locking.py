@@ -44,7 +44,7 @@ IMAGE_OPEN = {
         [
             "visual.{proj,ln_post.{weight,bias}}",
             "visual.attn_pool.{query,ln_{q,k}.{weight,bias}}",
-            "visual.attn_pool.attn.{{q,k,v}_proj_weight,in_proj_bias,out_proj.{weight,bias}}",
+            "visual.attn_pool.attn.{in_proj_{weight,bias},out_proj.{weight,bias}}",
         ],
     ),
 }
