@@ -59,14 +59,14 @@ def memory(found: Measured, config: TrainConfig) -> Memory:
 def largest_batch(config: TrainConfig, found: Measured, budget: int, predict: Predict) -> int:
     """The largest --batch-size whose step takes at most `budget` bytes of the GPU; 0 if none does.
 
-    Memory is a straight line of the batch in each phase. Its second point is near the answer, so that the
-    fullest moment is the same one.
+    The memory of a phase is the largest of several straight lines of the batch, so that it bends upwards: the
+    answer lies on a chord, whose second point is chosen somewhat above it.
     """
     first = config.run.batch_size
     by_kind = memory(found, config).by_kind
     growing = by_kind[ACTIVATIONS] + by_kind[LOSS]
     guess = int(first * (budget - sum(by_kind.values()) + growing) / max(growing, 1))
-    second = min(max(guess, 1), 4 * first)
+    second = min(max(guess + guess // 4, 1), 64 * first)
     if second == first:
         second = first + 1
     other = predict(with_run(config, batch_size=second))

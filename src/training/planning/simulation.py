@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardclip.errors import UserError
@@ -130,9 +131,9 @@ class _Step:
         optimizer = build_optimizer(model, self.plan, self.config.optimizer)
         ledger.label(PARAMETERS, [*model.parameters(), *model.buffers()])
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        with torch.no_grad():
-            for parameter in trainable:
-                parameter.grad = torch.zeros_like(parameter)
+        shards = _take_shards(optimizer)
+        for shard in shards.values():
+            shard.grad = torch.zeros_like(shard)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         state = [value for values in optimizer.state.values() for value in values.values()]
@@ -144,6 +145,8 @@ class _Step:
         ledger.label(GRADIENTS, [p.grad for p in trainable if p.grad is not None])
         with ledger.phase(UPDATE):
             gradient_norm(trainable)
+            for parameter, shard in shards.items():
+                shard.grad = None if parameter.grad is None else _local(parameter.grad)
             optimizer.step()
 
     def _gradients(self) -> None:
@@ -221,6 +224,24 @@ class _Step:
             self.ledger.flops[FORWARD],
             sum(flops * repeats.get(phase, 1) for phase, flops in self.ledger.flops.items()),
         )
+
+
+def _take_shards(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, nn.Parameter]:
+    """Let the optimizer update local shards, each for its parameter.
+
+    It is the same memory; a DTensor would first derive how each operation is to be sharded, which takes
+    most of the time of a simulated step.
+    """
+    shards: dict[nn.Parameter, nn.Parameter] = {}
+    for group in optimizer.param_groups:
+        mine = {parameter: nn.Parameter(_local(parameter).detach()) for parameter in group["params"]}
+        group["params"] = list(mine.values())
+        shards |= mine
+    return shards
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _numbers(rows: int) -> GlobalBatch:
