@@ -10,7 +10,7 @@ from shardclip.training.planning.ledger import Traffic
 from shardclip.training.planning.simulation import Measured, World, measure
 
 _SHALLOW, _FURTHER = 4, 2
-"""Blocks of a shallow tower, and how many more show the slope. With 2 and 1 the fullest moment was another one
+"""Blocks of a shallow tower, and how many more show the slope. With 2 and 1 the fullest moment was another
 than in the deep model (ViT-bigG-14 on 64 GPUs: 4.95 GiB); with 4 and 2 the line meets it within 0.2 %."""
 _DEFAULT_LAYERS = 12
 """Of both towers, in open_clip's configurations."""
