@@ -29,33 +29,18 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
         """[N, C, ...] in any precision -> the same shape and precision."""
         x = input.float()
         weight, bias = (None if p is None else p.float() for p in (self.weight, self.bias))
-        if self.training:
-            x = self._normalised_by_batch(x)
-            shape = [1, -1] + [1] * (x.ndim - 2)
-            if weight is not None and bias is not None:
-                x = x * weight.view(shape) + bias.view(shape)
-        else:
+        if not self.training:
             x = F.batch_norm(x, self.running_mean, self.running_var, weight, bias, eps=self.eps)
+        else:
+            around = x.new_zeros(x.shape[1]) if self.running_mean is None else self.running_mean
+            x, mean, variance, count = _OverRanks.apply(
+                x, weight, bias, around, self.eps, not self.blank, self._spans_ranks()
+            )
+            self._update(mean, variance, count)
         return x.to(input.dtype)
 
-    def _normalised_by_batch(self, x: Tensor) -> Tensor:
-        dimensions = [0, *range(2, x.ndim)]
-        shape = [1, -1] + [1] * (x.ndim - 2)
-        # Sums of squares cancel less around a value near the mean; all ranks share this one.
-        around = self.running_mean if self.running_mean is not None else x.new_zeros(x.shape[1])
-        shifted = x - around.view(shape)
-        counted = 0.0 if self.blank else 1.0
-        count = x.new_full((1,), counted * x.numel() / x.shape[1])
-        sums = torch.cat(
-            [counted * shifted.sum(dimensions), counted * shifted.square().sum(dimensions), count]
-        )
-        if self.synchronised and dist.is_initialized() and dist.get_world_size() > 1:
-            sums = _SumOverRanks.apply(sums)
-        total = sums[-1].clamp(min=1.0)
-        mean, square = sums[:-1].view(2, -1) / total
-        variance = (square - mean.square()).clamp(min=0.0)
-        self._update(mean.detach() + around, variance.detach(), sums[-1].detach())
-        return (shifted - mean.view(shape)) * (variance + self.eps).rsqrt().view(shape)
+    def _spans_ranks(self) -> bool:
+        return self.synchronised and dist.is_initialized() and dist.get_world_size() > 1
 
     @torch.no_grad()
     def _update(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
@@ -80,20 +65,63 @@ class BatchNormAct(BatchNorm):
         return self.act(self.drop(super().forward(input)))
 
 
-class _SumOverRanks(torch.autograd.Function):
-    """A sum over all ranks that gradients go back through: each rank's part is in every rank's result."""
+class _OverRanks(torch.autograd.Function):
+    """Normalise by the statistics of all rows that count, on all ranks or on this one alone."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor) -> Tensor:
-        total = values.clone()
-        dist.all_reduce(total)
-        return total
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        around: Tensor,
+        eps: float,
+        counts: bool,
+        spans_ranks: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        variance, mean = torch.var_mean(x, [0, *range(2, x.ndim)], correction=0)
+        # Sums of squares cancel less around a value near the mean; the ranks share this one.
+        mean = mean - around
+        own = torch.cat([mean, variance + mean.square(), mean.new_ones(1)])
+        sums = own * (x.numel() / x.shape[1] if counts else 0.0)
+        if spans_ranks:
+            dist.all_reduce(sums)
+        count = sums[-1]
+        mean, square = sums[:-1].view(2, -1) / count.clamp(min=1.0)
+        variance = (square - mean.square()).clamp(min=0.0)
+        mean = mean + around
+        ctx.save_for_backward(x, weight, mean, variance, count)
+        ctx.eps, ctx.counts, ctx.spans_ranks = eps, counts, spans_ranks
+        ctx.mark_non_differentiable(mean, variance, count)
+        return F.batch_norm(x, mean, variance, weight, bias, eps=eps), mean, variance, count
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        total = gradient.contiguous().clone()
-        dist.all_reduce(total)
-        return total
+    def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        x, weight, mean, variance, count = ctx.saved_tensors
+        # The part at fixed statistics; its weight and bias gradients are the sums that the rest needs.
+        direct, by_weight, by_bias = torch.ops.aten.native_batch_norm_backward(
+            gradient, x, weight, mean, variance, None, None, False, ctx.eps, [True, True, True]
+        )
+        sums = torch.cat([by_weight, by_bias])
+        if ctx.spans_ranks:
+            dist.all_reduce(sums)
+        if ctx.counts:
+            shape = [1, -1] + [1] * (x.ndim - 2)
+            inverse = (variance + ctx.eps).rsqrt()
+            along, level = sums.view(2, -1) / count.clamp(min=1.0)
+            factor = inverse if weight is None else inverse * weight
+            slope = -factor * inverse * along
+            direct.addcmul_(x, slope.view(shape)).sub_((factor * level + slope * mean).view(shape))
+        no_weight = weight is None
+        return (
+            direct,
+            None if no_weight else by_weight,
+            None if no_weight else by_bias,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def convert_batch_norm(model: nn.Module, *, synchronised: bool) -> int:

@@ -172,7 +172,7 @@ class _Step:
             self.model.set_requires_gradient_sync(active)
 
     def _forward(self) -> Encoded:
-        size = self.model.visual.image_size
+        size: Any = self.model.visual.image_size
         height, width = size if isinstance(size, tuple) else (size, size)
         images = torch.empty(self.rows, 3, height, width)
         texts = torch.zeros(self.rows, self._context_length, dtype=torch.int64)
