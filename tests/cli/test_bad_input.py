@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import Finished, small_run
 from data.shards import write_tar
 from PIL import Image
+
+from commands import Finished, small_run
 
 USERS_MISTAKE = [2, 2]
 
