@@ -55,6 +55,7 @@ setup(
         ],
         "dev": [
             "moto[server]>=5.2",
+            "pandas>=3.1",
             "mypy>=2.4",
             "pyarrow>=26",
             "pytest>=9.2",
