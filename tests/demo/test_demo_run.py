@@ -43,7 +43,17 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 folder / "emoji" / "validation",
             ),
             *("--zeroshot-data", folder / "emoji" / "validation", "--name", engine, "--output-dir", folder),
-            *("--epochs", "1", "--train-num-samples", str(STEPS * GLOBAL_BATCH), "--warmup", "5"),
+            # The rates of the first 20 steps of the whole run.
+            *(
+                "--epochs",
+                "1",
+                "--train-num-samples",
+                str(STEPS * GLOBAL_BATCH),
+                "--warmup",
+                "20",
+                "--lr",
+                "1.5e-3",
+            ),
             *("--log-metric-every-n-steps", "1"),
         )
     return folder
