@@ -146,6 +146,7 @@ def _calls_per_unit(world_size: int) -> int:
     return calls[2] - calls[1]
 
 
+@pytest.mark.long
 def test_b08_operations_per_unit_do_not_grow_with_the_world():
     at_64, at_512 = (_calls_per_unit(world) for world in (64, 512))
     assert at_64 > 0
