@@ -27,11 +27,12 @@ from shardclip.training.data.loader import TrainLoader, train_loader
 from shardclip.training.data.samples import Tokenizer
 from shardclip.training.distributed import Processes
 from shardclip.training.ema import Ema
+from shardclip.training.loss_scale import LossScale
 from shardclip.training.objective import Objective
 from shardclip.training.optimizer import ParameterPlan, build_optimizer, plan_parameters
 from shardclip.training.parallel import Engine, ParallelConfig, parallelize
 from shardclip.training.schedule import Schedule, build_schedule
-from shardclip.training.step import LossScale, TrainingStep
+from shardclip.training.step import TrainingStep
 from shardclip.training.teacher import build_teacher
 from shardclip.training.throughput import forward_flops
 

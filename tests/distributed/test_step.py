@@ -18,10 +18,11 @@ from torch.distributed.tensor.debug import CommDebugMode
 from shardclip.models import factory
 from shardclip.models.locking import LockConfig
 from shardclip.training.distributed import current
+from shardclip.training.loss_scale import LossScale
 from shardclip.training.objective import Objective, ObjectiveConfig
 from shardclip.training.optimizer import clean_name
 from shardclip.training.parallel import ParallelConfig, parallelize
-from shardclip.training.step import LossScale, TrainingStep, _Pass
+from shardclip.training.step import TrainingStep, _Pass
 
 ENGINES = ("ddp", "fsdp", "hsdp")
 PAIRED = list(range(4))
