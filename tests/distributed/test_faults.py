@@ -294,7 +294,7 @@ def test_b53_a_planted_object_is_refused_by_name(tmp_path: Path, plant: Callable
     (path,) = published(tmp_path)
     plant(path)
     state = state_of("none")
-    with pytest.raises(UserError, match=r"test_checkpoint_faults\._spring"):
+    with pytest.raises(UserError, match=r"test_faults\._spring"):
         open_checkpoints(tmp_path).load(path, state)
 
 
