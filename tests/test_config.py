@@ -183,6 +183,13 @@ def test_presets_keep_what_their_sources_say() -> None:
     assert xlarge.data.train_num_samples is not None
     assert xlarge.data.train_num_samples * xlarge.run.epochs == 12_800_000_000
     assert (xlarge.optimizer.lr, xlarge.optimizer.beta2, xlarge.optimizer.warmup) == (1e-3, 0.95, 10_000)
+    # big_vision takes a share of the weights each step; here the share is the rate times the decay.
+    for preset, share in (("siglip-b16", 1e-4), ("lit", 0.01)):
+        optimizer = config.parse(["--config", preset, *SOURCE]).optimizer
+        assert optimizer.lr * optimizer.wd == pytest.approx(share)
+    lit = config.parse(["--config", "lit", *SOURCE])
+    assert lit.data.train_num_samples is not None
+    assert lit.data.train_num_samples * lit.run.epochs == 5_000 * 8 * lit.run.batch_size
 
 
 def test_a_preset_or_file_that_is_not_there_names_the_presets() -> None:
