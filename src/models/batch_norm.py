@@ -1,4 +1,4 @@
-"""BatchNorm whose statistics may be those of all ranks, and are fp32 whatever the tower computes in.
+"""BatchNorm whose statistics may be those of all ranks, and are at least fp32 whatever the tower computes in.
 
 Ioffe and Szegedy 2015, https://arxiv.org/abs/1502.03167. torch's `SyncBatchNorm` wants a GPU, and under
 FSDP's mixed precision torch's BatchNorm meets bf16 weights with fp32 statistics, which it refuses on CPU.
@@ -27,8 +27,9 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """[N, C, ...] in any precision -> the same shape and precision."""
-        x = input.float()
-        weight, bias = (None if p is None else p.float() for p in (self.weight, self.bias))
+        precision = torch.promote_types(input.dtype, torch.float32)
+        x = input.to(precision)
+        weight, bias = (None if p is None else p.to(precision) for p in (self.weight, self.bias))
         if not self.training:
             x = F.batch_norm(x, self.running_mean, self.running_var, weight, bias, eps=self.eps)
         else:
