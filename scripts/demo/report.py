@@ -4,28 +4,27 @@
 
 prints zero-shot accuracy and retrieval on the held-out drawings, and leaves `curves.png` (loss, accuracy) and
 `retrieval.png` (queries and what was found) in the run's folder. It is also a short example of the Python
-interface: find a model, load it, encode, evaluate.
+interface: find a model, load it, evaluate it.
 """
 
 import argparse
 from pathlib import Path
 
-import torch
-from contact_sheet import draw_contact_sheet
 from drawings import RECALLS, Drawing, chance, majority, pixel_baseline, read_drawings
-from torch import Tensor
+from PIL.Image import Image
 
 from shardclip.models import factory
 from shardclip.models.dual_encoder import DualEncoder
 from shardclip.models.factory import ModelConfig, ModelSpec
 from shardclip.training import distributed, plotting
 from shardclip.training.data.config import DataConfig
-from shardclip.training.data.decode import evaluation_decoder
-from shardclip.training.data.image_input import ImageInput, normalise
+from shardclip.training.data.image_input import ImageInput
 from shardclip.training.evaluation.config import EvaluationConfig
 from shardclip.training.evaluation.loading import load, locate
 from shardclip.training.evaluation.run import evaluate
-from shardclip.training.evaluation.scores import similarity
+
+EXAMPLES = 14
+"""Queries of each kind that are drawn."""
 
 
 def main() -> None:
@@ -43,35 +42,27 @@ def main() -> None:
         for drawing in read_drawings(arguments.data / "train")
         if drawing.artist == "twemoji" and drawing.concept in concepts
     ]
-    figures = measure(model, saved.spec, arguments.data / arguments.split)
+    figures, examples = measure(model, saved.spec, arguments.data / arguments.split)
     print(table(figures, drawings, pixel_baseline(drawings, seen)))
-    draw_contact_sheet(drawings, scores(model, saved.spec, drawings), arguments.run / "retrieval.png")
+    examples.save(arguments.run / "retrieval.png", optimize=True)
     plotting.plot([arguments.run], arguments.run / "curves.png")
     print(f"pictures: {arguments.run / 'curves.png'}, {arguments.run / 'retrieval.png'}")
 
 
-def measure(model: DualEncoder, spec: ModelSpec, split: Path) -> dict[str, float]:
-    """`acc1` on the nine groups and `image_to_text_R@k`, `text_to_image_R@k`, shares in 0 to 1."""
+def measure(model: DualEncoder, spec: ModelSpec, split: Path) -> tuple[dict[str, float], Image]:
+    """`acc1` on the nine groups and `image_to_text_R@k`, `text_to_image_R@k`, shares in 0 to 1; and queries
+    with what was found.
+    """
     results = evaluate(
         model,
-        EvaluationConfig(zeroshot_data=str(split)),
+        EvaluationConfig(zeroshot_data=str(split), val_examples=EXAMPLES),
         DataConfig(val_data=str(split), workers=0),
         ImageInput.from_preprocess_cfg(spec.preprocess_cfg),
         factory.tokenizer(spec),
         processes=distributed.current(),
     )
-    return {name: value for result in results for name, value in result.metrics.items()}
-
-
-@torch.inference_mode()
-def scores(model: DualEncoder, spec: ModelSpec, drawings: list[Drawing]) -> Tensor:
-    """[n, n] fp32: similarity of each picture to each name."""
-    image_input = ImageInput.from_preprocess_cfg(spec.preprocess_cfg)
-    decode = evaluation_decoder(image_input, max_pixels=10**6)
-    pixels = torch.stack([torch.as_tensor(decode(drawing.png, 0)) for drawing in drawings])
-    tokens = factory.tokenizer(spec)([drawing.name for drawing in drawings])
-    encoded = model(image=normalise(pixels, image_input), text=tokens)
-    return similarity(encoded.image_features, encoded.text_features)
+    (picture,) = (result.picture for result in results if result.picture is not None)
+    return {name: value for result in results for name, value in result.metrics.items()}, picture
 
 
 def table(figures: dict[str, float], drawings: list[Drawing], pixels: dict[int, float]) -> str:

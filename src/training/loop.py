@@ -178,6 +178,8 @@ class _Loop:
             return True
         if results:
             self.tracker.evaluation(scalars(results), samples, steps)
+        for picture in (result.picture for result in results if result.picture is not None):
+            self.tracker.picture("retrieval", picture, samples, steps)
         self.meter.pause()
         return False
 

@@ -98,10 +98,10 @@ class FiniteReader(IterableDataset):
             os.environ["TOKENIZERS_PARALLELISM"] = "false"
         for low in range(self.start + first * self.batch_size, self.stop, step * self.batch_size):
             skipped: Counter[str] = Counter()
-            raw = self._samples(low, min(low + self.batch_size, self.stop))
+            raw = self.raw(low, min(low + self.batch_size, self.stop))
             yield Part(self.assemble(raw, skipped), dict(skipped))
 
-    def _samples(self, low: int, high: int) -> list[RawSample]:
+    def raw(self, low: int, high: int) -> list[RawSample]:
         """The samples [low, high), counted through all shards in order."""
         ends = np.cumsum(self.source.shard_samples)
         raw: list[RawSample] = []
@@ -129,6 +129,11 @@ class FinitePass:
     def __len__(self) -> int:
         """Batches of this rank (ranks may differ by one)."""
         return -(-(self.reader.stop - self.reader.start) // self.reader.batch_size)
+
+    def raw_samples(self, turn: int) -> list[RawSample]:
+        """What batch number `turn` of this rank was made of, read once more, not decoded."""
+        low = self.reader.start + turn * self.reader.batch_size
+        return self.reader.raw(low, min(low + self.reader.batch_size, self.reader.stop))
 
     def __iter__(self) -> Iterator[Any]:
         self.skipped.clear()

@@ -40,13 +40,16 @@ class EvaluationConfig:
     """Samples per rank and forward in evaluation. No figure depends on it."""
     val_retrieval_chunk_size: int = 4096
     """Candidates that are scored at a time. No figure depends on it."""
+    val_examples: int = 8
+    """Pictures, and as many captions, of --val-data that are drawn with their nearest neighbours at each
+    evaluation (RUN/pictures); 0: none."""
 
     def __post_init__(self) -> None:
         for name in ("val_batch_size", "val_retrieval_chunk_size", "eval_every"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"--{name.replace('_', '-')} is {value}: 1 or more are meant.")
-        for name in ("zeroshot_frequency", "val_frequency"):
+        for name in ("zeroshot_frequency", "val_frequency", "val_examples"):
             if getattr(self, name) < 0:
                 raise UserError(f"--{name.replace('_', '-')} is {getattr(self, name)}: 0 or more are meant.")
 

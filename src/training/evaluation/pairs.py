@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,21 @@ from shardclip.training.evaluation.retrieval import Side, retrieval
 from shardclip.training.evaluation.undisturbed import undisturbed
 
 
+@dataclass
+class EncodedPairs:
+    """The samples of this rank after both towers, numbered among those of all ranks by their keys."""
+
+    images: Side
+    texts: Side
+    logit_scale: float
+    keys: list[str]
+    """[n] of the samples, in the order in which they were read."""
+    turns: list[int]
+    """[n] the batch that each came in."""
+    numbers: Tensor
+    """[n] int64, the place of each among the keys of all ranks."""
+
+
 def evaluate_pairs(
     model: nn.Module,
     batches: Iterable[Batch],
@@ -26,7 +42,7 @@ def evaluate_pairs(
     processes: Processes,
     device: torch.device | None = None,
     chunk_size: int = 4096,
-) -> dict[str, float]:
+) -> tuple[dict[str, float], EncodedPairs]:
     """Retrieval both ways and the validation loss; see `retrieval` for what each figure means.
 
     Samples are numbered by their keys, so ties are settled alike however the samples lie over the ranks.
@@ -40,18 +56,35 @@ def evaluate_pairs(
         chunk_size: candidates per tile of scores.
 
     Returns:
-        What `retrieval` returns, and `samples`, `images`, `texts`: how many there were on all ranks.
+        What `retrieval` returns, and `samples`, `images`, `texts`: how many there were on all ranks; and the
+        features that they were made of.
 
     Raises:
         UserError: no sample has both an image and a text.
     """
-    device = device or processes.device
+    encoded = _encode(model, batches, normalise, processes, device or processes.device)
+    metrics = retrieval(
+        encoded.images, encoded.texts, encoded.logit_scale, processes=processes, chunk_size=chunk_size
+    )
+    counts = (len(part) for part in (encoded.keys, encoded.images.sample, encoded.texts.sample))
+    totals = (sum(column) for column in zip(*processes.all_gather_object(tuple(counts)), strict=True))
+    return metrics | dict(zip(("samples", "images", "texts"), totals, strict=True)), encoded
+
+
+def _encode(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    normalise: Callable[[Tensor], Tensor],
+    processes: Processes,
+    device: torch.device,
+) -> EncodedPairs:
     images, texts = _Collector(), _Collector()
     keys: list[str] = []
+    turns: list[int] = []
     shapes: tuple[torch.Size, torch.Size] | None = None
     scale = 1.0
     with undisturbed(model, processes) as encoder:
-        for batch in lockstep(batches, processes, "validation pairs"):
+        for turn, batch in enumerate(lockstep(batches, processes, "validation pairs")):
             if shapes is None:
                 own = None if batch is None else (batch.images.shape[1:], batch.texts.shape[1:])
                 shapes = first_known(own, processes)
@@ -65,15 +98,13 @@ def evaluate_pairs(
                 images.add(encoded.image_features, batch.images, batch.image_sample + len(keys))
                 texts.add(encoded.text_features, batch.texts, batch.text_sample + len(keys))
                 keys += batch.keys
+                turns += [turn] * batch.samples
     if shapes is None:
         raise UserError("validation data: no sample was read on any rank")
     width = first_known(images.width, processes)
     numbers = _numbers(keys, processes)
     image_side, text_side = (c.side(numbers, width, processes, device) for c in (images, texts))
-    metrics = retrieval(image_side, text_side, scale, processes=processes, chunk_size=chunk_size)
-    counts = processes.all_gather_object((len(keys), len(image_side.sample), len(text_side.sample)))
-    totals = (sum(column) for column in zip(*counts, strict=True))
-    return metrics | dict(zip(("samples", "images", "texts"), totals, strict=True))
+    return EncodedPairs(image_side, text_side, scale, keys, turns, numbers)
 
 
 def _or_blank(rows: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> Tensor:

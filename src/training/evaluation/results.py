@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from PIL.Image import Image
 
 from shardclip.training.evaluation.config import Task
 
@@ -31,6 +33,8 @@ class Result:
     names_digest: str | None = None
     """Of class names and templates; equal digests, equal words."""
     language: str = "en"
+    picture: Image | None = field(default=None, compare=False)
+    """On rank 0: some samples with what the model holds nearest to them."""
 
     def to_json(self) -> dict[str, Any]:
         """CLIP_benchmark's object; what it does not know stands beside its own fields.

@@ -18,10 +18,13 @@ from torch import Tensor
 
 from shardclip.errors import UserError
 from shardclip.training.distributed import Processes
+from shardclip.training.evaluation.progress import Progress
 from shardclip.training.evaluation.scores import count_ahead, similarity
 
 _TILE_SCORES = {"cpu": 2**20, "cuda": 2**24}
 """Scores per tile: what the caches of a core hold, and what keeps a GPU busy."""
+_POSITIONS = 2**20
+"""More than a sample has captions or pictures."""
 
 
 @dataclass
@@ -53,7 +56,7 @@ class Side:
         """[n] int64: the place in the order by sample, then by position in the sample (ties go by it)."""
         rows = torch.arange(len(self.sample), device=self.sample.device)
         start_of_sample = torch.where(self.is_first, rows, torch.zeros_like(rows)).cummax(dim=0).values
-        return (self.sample << 20) + rows - start_of_sample
+        return self.sample * _POSITIONS + rows - start_of_sample
 
 
 def retrieval(
@@ -96,10 +99,17 @@ def retrieval(
     rows = min(max(1, _TILE_SCORES[images.features.device.type] // columns), total)
     metrics: dict[str, float] = {}
     loss = 0.0
-    for name, queries, candidates in (("image_to_text", images, texts), ("text_to_image", texts, images)):
+    image_counts, text_counts = zip(*counts, strict=True)
+    for name, queries, candidates, held in (
+        ("image_to_text", images, texts, text_counts),
+        ("text_to_image", texts, images, image_counts),
+    ):
         scan = _Scan(queries, candidates, logit_scale, rows, columns)
+        chunks = sum(-(-count // columns) for count in held)
+        progress = Progress(f"{name}: chunks of candidates", chunks, is_primary=processes.is_primary)
         for chunk in _chunks(candidates, scan.answers, columns, processes):
             scan.meet(chunk)
+            progress.advance()
         gathered = processes.all_gather_object((scan.ranks(), scan.losses()))
         ranks = torch.cat([ranks for ranks, _ in gathered])
         losses = torch.cat([losses for _, losses in gathered])
@@ -108,6 +118,33 @@ def retrieval(
         metrics |= _figures(name, ranks)
         loss += float(losses.mean()) / 2
     return metrics | {"clip_val_loss": loss}
+
+
+def nearest(
+    queries: Tensor, candidates: Side, count: int, processes: Processes
+) -> list[list[tuple[int, int]]]:
+    """The candidates of all ranks that score highest for a few queries, best first.
+
+    Args:
+        queries: [Q, D], the same on every rank.
+        candidates: this rank's.
+        count: how many to return for each query; fewer where there are fewer.
+        processes: the ranks; every one calls this.
+
+    Returns:
+        For each query (sample, position in the sample); equal scores rank by them.
+    """
+    if not len(queries):
+        return []
+    scores = similarity(queries.to(candidates.features.device), candidates.features)
+    # The rows ascend by order, and a stable sort keeps it among equals.
+    best, rows = (part[:, :count] for part in scores.sort(dim=1, descending=True, stable=True))
+    own = list(zip((-best).tolist(), candidates.order[rows].tolist(), strict=True))
+    found = []
+    for parts in zip(*processes.all_gather_object(own), strict=True):
+        ranked = sorted(entry for scores, orders in parts for entry in zip(scores, orders, strict=True))
+        found.append([divmod(order, _POSITIONS) for _, order in ranked[:count]])
+    return found
 
 
 @dataclass

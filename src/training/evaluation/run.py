@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from shardclip.training.data.config import DataConfig
 from shardclip.training.data.finite import FinitePass, FolderSource, Labelled, labelled_images, pairs
 from shardclip.training.data.image_input import ImageInput, normalise
+from shardclip.training.data.samples import Captions
 from shardclip.training.distributed import Processes
 from shardclip.training.evaluation import names
 from shardclip.training.evaluation.config import TASKS, EvaluationConfig, Task
+from shardclip.training.evaluation.examples import draw_examples
 from shardclip.training.evaluation.names import Names
 from shardclip.training.evaluation.pairs import evaluate_pairs
 from shardclip.training.evaluation.results import Result
@@ -48,7 +50,7 @@ def evaluate(
         pretrained: where the weights came from, for the results.
 
     Returns:
-        One result per data set, the same on every rank.
+        One result per data set, the same on every rank but for the picture, which rank 0 has.
 
     Raises:
         UserError: data or names that cannot be used; the same on every rank.
@@ -128,13 +130,23 @@ class _Job:
                 rank=self.processes.rank,
                 world_size=self.processes.world_size,
             )
-        metrics = evaluate_pairs(
+        metrics, encoded = evaluate_pairs(
             self.model,
             batches,
             normalise=self._pixels,
             processes=self.processes,
             chunk_size=self.config.val_retrieval_chunk_size,
         )
+        picture = None
+        if self.config.val_examples:
+            picture = draw_examples(
+                encoded,
+                batches,
+                Captions(self.data_config),
+                metrics,
+                count=self.config.val_examples,
+                processes=self.processes,
+            )
         return Result(
             dataset=_label(self.data_config.val_data or "synthetic"),
             model=self.model_name,
@@ -142,6 +154,7 @@ class _Job:
             task="zeroshot_retrieval",
             samples=int(metrics.pop("samples")),
             metrics=metrics,
+            picture=picture,
         )
 
     def _pixels(self, images: Tensor) -> Tensor:
