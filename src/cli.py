@@ -62,16 +62,20 @@ def train(argv: Sequence[str]) -> int:
     if launch_config.nproc is not None:
         return launch(launch_config, ["train", *words])
 
-    from shardclip.training import loop, rehearsal
+    from shardclip.training import loop
+    from shardclip.training.rehearsal import Rehearsal
     from shardclip.training.worker import run_worker
+
+    rehearsal = Rehearsal(config) if config.run.dry_run else None
 
     def work(processes: "Processes") -> int:
         if processes.is_primary and notes:
             print("\n".join(notes), flush=True)
-        run = rehearsal.rehearse if config.run.dry_run else loop.train
+        run = loop.train if rehearsal is None else rehearsal.train
         return run(config, processes)
 
-    return run_worker(work, config.distributed)
+    code = run_worker(work, config.distributed)
+    return code if code or rehearsal is None else rehearsal.plan()
 
 
 def available() -> dict[str, Verb]:

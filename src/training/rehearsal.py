@@ -1,12 +1,82 @@
-"""`shardclip train --dry-run`: one small step of the run's own model, data and engine; nothing is left."""
+"""`shardclip train --dry-run`: one small step of the run's own model, data and engine, and a plan."""
 
 import os
 import shutil
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
+from shardclip.errors import UserError
 from shardclip.training.config import TrainConfig
 from shardclip.training.distributed import Processes
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Machines:
+    """What the run will have, as one of its processes sees it."""
+
+    ranks: int
+    ranks_per_node: int
+    memory: int
+    """Bytes of one rank: its GPU's, or its share of the host's."""
+
+    @staticmethod
+    def of(processes: Processes) -> "Machines":
+        """Those of the processes at hand."""
+        if processes.device.type == "cuda":
+            memory = torch.cuda.get_device_properties(processes.device).total_memory
+        else:
+            host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            memory = host // processes.local_world_size
+        return Machines(processes.world_size, processes.local_world_size, memory)
+
+
+class Rehearsal:
+    """A run in small: `train` on every rank while they are together, then `plan` on each by itself."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._config = config
+        self._machines: Machines | None = None
+
+    def train(self, config: TrainConfig, processes: Processes) -> int:
+        """One step of the run and one checkpoint of it, in a folder that is removed; returns the exit code.
+
+        Every rank calls this. The folder lies beside those of the runs, so that its file system is tried too.
+
+        Raises:
+            UserError: what the run itself would raise at its start.
+        """
+        from shardclip.training.loop import train
+
+        name = processes.broadcast_object(f"dry-run-{os.getpid()}")
+        folder = Path(config.run.output_dir, name)
+        try:
+            code = train(shortened(config, folder, processes.world_size), processes)
+        finally:
+            if processes.is_primary:
+                shutil.rmtree(folder, ignore_errors=True)
+        if processes.is_primary:
+            print("dry run: settings, data, model, one step and one checkpoint are well", flush=True)
+            self._machines = Machines.of(processes)
+        return code
+
+    def plan(self) -> int:
+        """Say what a full step will take of a rank's memory; returns 0, or 1 if that is more than there is.
+
+        Only rank 0 has something to say. The processes of the run have parted before: the simulation takes
+        the place of their group.
+        """
+        if self._machines is None:
+            return 0
+        try:
+            text, fits = planned(self._config, self._machines)
+        except UserError as error:
+            text, fits = f"the plan cannot be made: {error}", True
+        print(f"dry run: {text}", flush=True)
+        return 0 if fits else 1
 
 
 def shortened(config: TrainConfig, folder: Path, world_size: int) -> TrainConfig:
@@ -31,23 +101,30 @@ def shortened(config: TrainConfig, folder: Path, world_size: int) -> TrainConfig
     )
 
 
-def rehearse(config: TrainConfig, processes: Processes) -> int:
-    """One step of the run and one checkpoint of it, in a folder that is removed; returns the exit code.
-
-    Every rank calls this. The folder lies beside those of the runs, so that its file system is tried too.
+def planned(config: TrainConfig, machines: Machines) -> tuple[str, bool]:
+    """What a step of the whole batch takes of a rank, in words, and whether the rank has it.
 
     Raises:
-        UserError: what the run itself would raise at its start.
+        UserError: the model cannot be simulated.
     """
-    from shardclip.training.loop import train
+    from shardclip.models import factory
+    from shardclip.training.planning import fitting
+    from shardclip.training.planning.extrapolation import predict
+    from shardclip.training.planning.simulation import World, simulated
 
-    name = processes.broadcast_object(f"dry-run-{os.getpid()}")
-    folder = Path(config.run.output_dir, name)
-    try:
-        code = train(shortened(config, folder, processes.world_size), processes)
-    finally:
-        if processes.is_primary:
-            shutil.rmtree(folder, ignore_errors=True)
-    if processes.is_primary:
-        print("dry run: settings, data, model, one step and one checkpoint are well", flush=True)
-    return code
+    world = World(machines.ranks, machines.ranks_per_node)
+    spec = factory.resolve(config.model, sigmoid=config.objective.siglip)
+    with simulated(world):
+        needed = fitting.memory(predict(config, spec, world), config)
+    fits = needed.peak <= machines.memory
+    kinds = ", ".join(f"{kind} {size / GIB:.2f}" for kind, size in needed.by_kind.items() if size)
+    lines = [
+        f"planned: {needed.peak / GIB:.2f} GiB of {machines.memory / GIB:.2f} on each of {machines.ranks} "
+        f"ranks, fullest in {needed.phase} ({kinds})"
+    ]
+    if not fits:
+        lines.append(
+            "that does not fit. `shardclip plan`, with the same flags, --gpus "
+            f"{machines.ranks} and --gpu-memory {machines.memory / GIB:.0f}, says what to change"
+        )
+    return "\n".join(lines), fits

@@ -1,6 +1,7 @@
 """`shardclip train` from its flags to the folder that it leaves."""
 
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -11,7 +12,9 @@ from test_flags import COMMANDS
 
 from commands import Finished, small_run
 from shardclip import cli
-from shardclip.training import config
+from shardclip.training import config, rehearsal
+from shardclip.training.planning import extrapolation, fitting
+from shardclip.training.planning.fitting import Memory
 
 
 def test_a_run_leaves_its_settings_its_numbers_and_a_checkpoint(
@@ -31,6 +34,8 @@ def test_a_run_leaves_its_settings_its_numbers_and_a_checkpoint(
     assert set(numbers.split()) <= set(rows[0])
     (result,) = [json.loads(line) for line in (run / "results.jsonl").read_text().splitlines()]
     assert "image_to_text_R@1" in result
+    with Image.open(run / "pictures" / "retrieval-16.png") as picture:
+        assert len(picture.convert("RGB").getcolors(2**20)) > 10
     assert any((run / "checkpoints").iterdir())
     assert config.parse(["--config", str(run / "config.yaml")]) == config.parse(words[1:])
     assert cli.main(["plot", str(run), "--out", str(tmp_path / "curves.png")]) == 0
@@ -47,13 +52,30 @@ def test_a_run_leaves_its_settings_its_numbers_and_a_checkpoint(
     assert [row["loss"] for row in second] == [row["loss"] for row in rows]
 
 
-def test_a_dry_run_trains_one_step_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_dry_run_trains_one_step_plans_the_whole_one_and_leaves_nothing(tmp_path: Path) -> None:
     words = ["train", *small_run(tmp_path), "--dataset-type", "synthetic", "--fsdp", "--dry-run"]
     finished = Finished(tmp_path, words)
     assert finished.codes == [0, 0], finished.said
     assert finished.said.count("Train Epoch: 0 [4/4 (100%)]") == 1
     assert finished.said.count("dry run: settings, data, model, one step and one checkpoint are well") == 1
+    assert len(re.findall(r"dry run: planned: 0\.\d\d GiB of \S+ on each of 2 ranks", finished.said)) == 1
     assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_a_step_that_does_not_fit_is_told_before_the_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    needed = Memory("backward", {"parameters": 3 * rehearsal.GIB, "activations": 2 * rehearsal.GIB}, 0)
+    monkeypatch.setattr(fitting, "memory", lambda found, settings: needed)
+    monkeypatch.setattr(extrapolation, "predict", lambda *_: None)
+    settings = config.parse(["--dataset-type", "synthetic", "--train-num-samples", "8"])
+    for gib, code in ((6, 0), (4, 1)):
+        told = rehearsal.Rehearsal(settings)
+        told._machines = rehearsal.Machines(2, 2, gib * rehearsal.GIB)
+        assert told.plan() == code
+        said = capsys.readouterr().out
+        assert f"5.00 GiB of {gib}.00 on each of 2 ranks, fullest in backward (parameters 3.00" in said
+        assert ("--gpus 2 and --gpu-memory 4, says what to change" in said) == (code == 1)
 
 
 def test_index_counts_samples_and_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
