@@ -42,7 +42,7 @@ VERBS = {
     "plot": Verb(
         "shardclip.training.plotting", "main", "draw loss, accuracy, throughput, scale and norms of runs"
     ),
-    "compare": Verb("shardclip.training.plotting", "compare", "a table of the evaluation results of runs"),
+    "compare": Verb("shardclip.training.comparison", "main", "a table and bars of the results of runs"),
 }
 
 

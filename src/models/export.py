@@ -136,9 +136,27 @@ def _write_pt(path: Path, tensors: Mapping[str, UnreadTensor]) -> None:
 
 
 def _write_tokenizer(spec: ModelSpec, folder: Path) -> list[Path]:
-    """The files of a Hugging Face tokenizer; open_clip has that of its own models built in."""
-    if not spec.model_cfg["text_cfg"].get("hf_tokenizer_name"):
-        return []
+    """The files of a Hugging Face tokenizer: the text tower's own, or the one that open_clip has built in."""
+    from open_clip.tokenizer import SimpleTokenizer
+
+    own: Any = tokenizer(spec)
+    if isinstance(own, SimpleTokenizer):
+        if spec.model_cfg["text_cfg"].get("tokenizer_kwargs"):
+            return []  # cleans text in a way that those files cannot say
+        own = _as_hugging_face(own)
     before = set(folder.iterdir())
-    tokenizer(spec).save_pretrained(folder)  # type: ignore[attr-defined]
+    own.save_pretrained(folder)
     return sorted(set(folder.iterdir()) - before)
+
+
+def _as_hugging_face(own: Any) -> Any:
+    """open_clip's built-in tokenizer as transformers' class: the same ids up to the end mark.
+
+    It pads with the end mark, as CLIP's on the hub do; the tower reads up to the first one.
+    """
+    from transformers import CLIPTokenizer
+
+    *words, start, end = own.encoder
+    vocabulary = {word: own.encoder[word] for word in words}
+    vocabulary |= {"<|startoftext|>": own.encoder[start], "<|endoftext|>": own.encoder[end]}
+    return CLIPTokenizer(vocab=vocabulary, merges=list(own.bpe_ranks), model_max_length=own.context_length)

@@ -1,12 +1,11 @@
-"""Curves of one or more runs, and a table of their results, from what the runs left in their folders.
+"""Curves of one or more runs, from what the runs left in their folders.
 
 shardclip plot runs/a runs/b --out curves.png
-shardclip compare runs/a runs/b
 """
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +15,7 @@ from shardclip.errors import UserError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Row = dict[str, Any]
 
@@ -88,23 +88,38 @@ def plot(runs: Sequence[Path], out: Path) -> None:
     Raises:
         UserError: matplotlib is not installed, a folder is not a run's, or the ending is unknown.
     """
+    found = {run_label(run, runs): read_run(run) for run in runs}
+    figure = new_figure(out, width=13, height=7)
+    for axes, panel in zip(figure.subplots(2, 3).flat, PANELS, strict=True):
+        _draw(axes, panel, found)
+    save_figure(figure, out)
+
+
+def new_figure(out: Path, *, width: float, height: float) -> "Figure":
+    """An empty figure of so many inches that can be saved as `out`.
+
+    Raises:
+        UserError: matplotlib is not installed, or the ending of `out` is unknown.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         raise UserError("plotting needs matplotlib: pip install matplotlib") from None
-    found = {_label(run, runs): read_run(run) for run in runs}
-    figure = Figure(figsize=(13, 7), layout="constrained")
-    canvas = FigureCanvasAgg(figure)
-    if out.suffix.lstrip(".") not in canvas.get_supported_filetypes():
+    figure = Figure(figsize=(width, height), layout="constrained")
+    if out.suffix.lstrip(".") not in FigureCanvasAgg(figure).get_supported_filetypes():
         raise UserError(f"{out}: the name must end in .png, .svg or .pdf")
-    for axes, panel in zip(figure.subplots(2, 3).flat, PANELS, strict=True):
-        _draw(axes, panel, found)
+    return figure
+
+
+def save_figure(figure: "Figure", out: Path) -> None:
+    """Write a figure, its folder too if need be."""
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=110)
 
 
-def _label(run: Path, runs: Sequence[Path]) -> str:
+def run_label(run: Path, runs: Sequence[Path]) -> str:
+    """What to call a run: the name of its folder, or the path where names are the same."""
     names = [other.resolve().name for other in runs]
     return run.resolve().name if names.count(run.resolve().name) == 1 else str(run)
 
@@ -152,16 +167,6 @@ class PlotCommand:
     """File to write: .png, .svg or .pdf."""
 
 
-@dataclass(frozen=True)
-class CompareCommand:
-    """Print the last results of runs side by side."""
-
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
-    """Folders of runs."""
-    metrics: tuple[str, ...] = field(default=())
-    """Names to show; default: all that any of the runs has."""
-
-
 def main(argv: Sequence[str]) -> int:
     """`shardclip plot RUN... --out FILE`."""
     command = tyro.cli(PlotCommand, args=argv, prog="shardclip plot")
@@ -170,37 +175,3 @@ def main(argv: Sequence[str]) -> int:
     plot(command.runs, command.out)
     print(command.out)
     return 0
-
-
-def compare(argv: Sequence[str]) -> int:
-    """`shardclip compare RUN...`."""
-    from rich.console import Console
-    from rich.table import Table
-
-    command = tyro.cli(CompareCommand, args=argv, prog="shardclip compare")
-    if not command.runs:
-        raise UserError("shardclip compare: name the folders of runs")
-    last = {run: last_results(run) for run in command.runs}
-    names = command.metrics or tuple(dict.fromkeys(name for row in last.values() for name in row))
-    table = Table("", *(_label(run, command.runs) for run in command.runs))
-    for name in names:
-        table.add_row(name, *(_cell(row.get(name)) for row in last.values()))
-    Console(width=None if len(command.runs) < 4 else 60 + 24 * len(command.runs)).print(table)
-    return 0
-
-
-def last_results(run: Path) -> Row:
-    """The newest value of each result of a run, and the newest training loss."""
-    training, results = read_run(run)
-    merged: Row = {}
-    if training:
-        merged |= {name: training[-1][name] for name in ("samples_seen", "loss") if name in training[-1]}
-    for row in results:
-        merged |= {name: value for name, value in row.items() if name not in ("time", "step")}
-    return merged
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.4f}"
-    return "" if value is None else f"{value:,}" if isinstance(value, int) else str(value)

@@ -92,6 +92,17 @@ def test_a_run_and_what_is_exported_from_it_give_the_models_figures(
     assert set(classified) >= {"dataset", "model", "pretrained", "task", "metrics", "language"}
 
 
+@pytest.mark.parametrize(("data", "place"), [("labelled", 0), ("pairs", 1)])
+def test_data_of_either_kind_is_told_by_what_it_holds(
+    folder: Path, expected: list[Result], data: str, place: int, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["eval", str(folder / "run"), "--data", str(folder / data), *FLAGS]) == 0
+    (found,) = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    assert found["task"] == expected[place].task
+    wanted = expected[place].metrics
+    assert {name: found["metrics"][name] for name in wanted} == pytest.approx(wanted, abs=1e-6)
+
+
 def test_a_file_of_open_clips_own_model(spec: ModelSpec, folder: Path, tmp_path: Path):
     import open_clip
 
@@ -113,6 +124,7 @@ def test_a_file_of_open_clips_own_model(spec: ModelSpec, folder: Path, tmp_path:
         (["ViT-B-32", "--val-data", "x"], "needs --pretrained"),
         (["gone.pt", "--val-data", "x"], "no such file"),
         (["ViT-B-32", "--pretrained", "x"], "nothing to evaluate on"),
+        (["ViT-B-32", "--pretrained", "x", "--data", "a", "--val-data", "b"], "--data stands for --val-data"),
         (["ViT-B-32", "--val-dat", "x"], "nearest is --val-data"),
     ],
 )

@@ -1,6 +1,8 @@
 """What goes in comes out: our files open in open_clip to the same features, and open_clip's open here."""
 
 import json
+import subprocess
+import sys
 import weakref
 from collections import OrderedDict
 from pathlib import Path
@@ -11,13 +13,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shardclip import cli
 from shardclip.errors import UserError
-from shardclip.models.export import UnreadTensor, write_model, write_safetensors
-from shardclip.models.factory import ModelSpec, build
+from shardclip.models.export import WEIGHTS_NAME, UnreadTensor, write_model, write_safetensors
+from shardclip.models.factory import ModelConfig, ModelSpec, build
 from shardclip.models.weights import from_open_clip, read_file, read_weights, to_open_clip
 from shardclip.training import distributed
 from shardclip.training.checkpoint import CheckpointConfig, Checkpoints, TrainState
 from shardclip.training.checkpoint.export import export
+from shardclip.training.evaluation.loading import load, locate
 
 _VISION = {"image_size": 16, "layers": 1, "width": 32, "head_width": 16, "patch_size": 8}
 _TEXT = {"context_length": 8, "vocab_size": 64, "width": 32, "heads": 2, "layers": 1}
@@ -36,7 +40,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "text_cfg": _TEXT | {"proj_bias": True, "pool_type": "last", "no_causal_mask": True},
     },
     "CoCa": {
-        "embed_dim": 16,
+        "embed_dim": 32,
         "custom_text": True,
         "multimodal_cfg": _DECODER,
         "vision_cfg": _VISION | _POOLER | {"output_tokens": True},
@@ -120,6 +124,61 @@ def test_open_clip_opens_what_we_write(spec: ModelSpec, format: Any, tmp_path: P
     assert type(theirs).__name__ == kind
 
 
+def test_the_hub_folder_has_the_tokenizer_that_open_clip_has_built_in(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    spec = ModelSpec("CLIP", CONFIGS["CLIP"], PREPROCESS)
+    files = write_model(_unread(build(spec)), spec, tmp_path, format="hf")
+    assert {"tokenizer.json", "tokenizer_config.json"} <= {file.name for file in files}
+    theirs, built_in = AutoTokenizer.from_pretrained(tmp_path), open_clip.get_tokenizer("ViT-B-32")
+    texts = ["A photo of a cat!", "", "Crème brûlée -- 12,345 it's odd 😀", "many words " * 60]
+    for text, row in zip(texts, built_in(texts).tolist(), strict=True):
+        end = row.index(max(row)) + 1
+        assert theirs(text, truncation=True, max_length=77).input_ids == row[:end]
+    assert theirs.model_max_length == 8
+
+
+PEAK = """
+import resource, sys
+from pathlib import Path
+import torch
+from shardclip.training.checkpoint.export import export
+from shardclip.training.evaluation.loading import load, locate
+torch.set_num_threads(1)
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+export(Path(sys.argv[1]), Path(sys.argv[2], "warm.safetensors"))  # libraries load what they need
+before = peak()
+export(Path(sys.argv[3]), Path(sys.argv[2], "large.safetensors"), dtype=torch.bfloat16)
+print(peak() - before)
+"""
+
+
+def _run_of(tensors: dict[str, Tensor], folder: Path) -> Path:
+    """A run's folder with a checkpoint of these tensors."""
+    folder.mkdir()
+    ModelSpec("CLIP", CONFIGS["CLIP"], PREPROCESS).save(folder / "model.json")
+    model = nn.ParameterDict({name: nn.Parameter(tensor) for name, tensor in tensors.items()})
+    saver = Checkpoints(folder / "checkpoints", CheckpointConfig(), distributed.current())
+    saver.save(64, TrainState(model, torch.optim.SGD(model.parameters())))
+    saver.close()
+    return folder
+
+
+@pytest.mark.long
+def test_an_export_takes_less_memory_than_twice_the_largest_tensor(tmp_path: Path) -> None:
+    largest = 32 * 2**20
+    sizes = {f"part{number}": largest // 2 for number in range(12)} | {"largest": largest}
+    large = _run_of({name: torch.ones(size) for name, size in sizes.items()}, tmp_path / "large")
+    small = _run_of({name: torch.ones(1) for name in sizes}, tmp_path / "small")
+    words = [sys.executable, "-c", PEAK, str(small), str(tmp_path), str(large)]
+    taken = int(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
+    # 896 MiB of weights, the largest 128; what the process took before the tensor is not counted.
+    buffers = 16 * 2**20
+    assert taken < 2 * 4 * largest + buffers, f"{taken / 2**20:.0f} MiB"
+    assert (tmp_path / "large.safetensors").stat().st_size > 2 * sum(sizes.values())
+
+
 def test_files_of_open_clip_open_here(spec: ModelSpec, tmp_path: Path) -> None:
     config = tmp_path / "open_clip_config.json"
     config.write_text(json.dumps({"model_cfg": spec.model_cfg, "preprocess_cfg": PREPROCESS}))
@@ -183,6 +242,38 @@ def test_a_checkpoint_is_exported_from_its_run(spec: ModelSpec, tmp_path: Path) 
     assert (
         json.loads((tmp_path / "out" / "open_clip_config.json").read_text())["preprocess_cfg"] == PREPROCESS
     )
+
+
+@pytest.mark.long
+def test_a_run_of_five_steps_goes_to_open_clip_and_back(spec: ModelSpec, tmp_path: Path) -> None:
+    vocabulary = {"vocab_size": 49408}
+    model_cfg = spec.model_cfg | {"text_cfg": spec.model_cfg["text_cfg"] | vocabulary}
+    if "hf_model_name" in spec.model_cfg["text_cfg"]:
+        (tmp_path / "tower" / "config.json").write_text(
+            (tmp_path / "tower" / "config.json")
+            .read_text()
+            .replace('"vocab_size": 64', '"vocab_size": 49408')
+        )
+    if "multimodal_cfg" in model_cfg:
+        model_cfg |= {"multimodal_cfg": model_cfg["multimodal_cfg"] | vocabulary}
+    (tmp_path / "model.json").write_text(json.dumps({"model_cfg": model_cfg, "preprocess_cfg": PREPROCESS}))
+    flags = (
+        f"train --model-config {tmp_path / 'model.json'} --output-dir {tmp_path} --name run --device cpu "
+        "--dataset-type synthetic --train-num-samples 20 --batch-size 4 --epochs 1 --workers 0 "
+        "--precision fp32 --lr 1e-3 --warmup 0 --val-frequency 0"
+    )
+    assert cli.main(flags.split()) == 0
+    assert cli.main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--format", "hf"]) == 0
+    saved = locate(str(tmp_path / "run"), ModelConfig())
+    ours = load(saved)
+    theirs, _, _ = open_clip.create_model_and_transforms(
+        f"local-dir:{tmp_path / 'out'}", pretrained_text=False
+    )
+    _same_features(ours, theirs)
+    start = build(saved.spec, seed=0).state_dict()
+    assert not all(torch.equal(value, start[name]) for name, value in ours.state_dict().items())
+    back = build(saved.spec, ModelConfig(pretrained=str(tmp_path / "out" / WEIGHTS_NAME))).state_dict()
+    assert all(torch.equal(value, back[name]) for name, value in ours.state_dict().items())
 
 
 def test_tensors_are_read_one_at_a_time(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from shardclip.errors import UserError
-from shardclip.training import plotting
+from shardclip.training import comparison, plotting
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -89,7 +89,29 @@ def test_what_cannot_be_drawn_is_a_users_mistake(tmp_path: Path) -> None:
 
 def test_runs_are_compared_by_their_last_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [str(a_run(tmp_path / "one")), str(a_run(tmp_path / "two", start=7.0))]
-    assert plotting.compare(runs) == 0
+    assert comparison.main([*runs, "--out", str(tmp_path / "bars.svg")]) == 0
     cells = {line.split("│")[1].strip(): line for line in capsys.readouterr().out.splitlines() if "│" in line}
     assert re.findall(r"\d\.\d+", cells["loss"]) == ["0.5000", "0.7000"]
     assert re.findall(r"\d\.\d+", cells["imagenet-zeroshot-val-top1"]) == ["0.2500", "0.2500"]
+    text = (tmp_path / "bars.svg").read_text()
+    assert all(f"<!-- {shown} -->" in text for shown in ("one", "two", "0.700", "imagenet-zeroshot-val-top1"))
+
+
+def test_files_of_results_are_compared_by_data_set(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = []
+    for name, accuracy in (("a", 0.5), ("b", 0.75)):
+        files.append(str(tmp_path / f"{name}.jsonl"))
+        write(Path(files[-1]), [{"dataset": "cifar10", "metrics": {"acc1": accuracy, "acc5": 1.0}}])
+    assert comparison.main([*files, "--metrics", "acc1", "--out", str(tmp_path / "bars.png")]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"cifar10 acc1\s*│ 0\.5000\s*│ 0\.7500", said)
+    assert "acc5" not in said
+    with Image.open(tmp_path / "bars.png") as picture:
+        assert len(picture.convert("RGB").getcolors(2**24)) > 20
+    with pytest.raises(UserError, match="the runs have cifar10 acc1, cifar10 acc5"):
+        comparison.main([*files, "--metrics", "recall"])
+    write(tmp_path / "c.jsonl", [{"loss": 1.0}])
+    with pytest.raises(UserError, match="line 1: not a result"):
+        comparison.main([str(tmp_path / "c.jsonl")])

@@ -21,8 +21,9 @@ from shardclip.training.data.batch import Batch
 from shardclip.training.data.config import DataConfig
 from shardclip.training.data.decode import Decoder, Undecodable, evaluation_decoder
 from shardclip.training.data.image_input import ImageInput
+from shardclip.training.data.index import shard_index
 from shardclip.training.data.samples import LeftOut, SampleMaker, Tokenizer, collate
-from shardclip.training.data.sources import RawSample, Source, expand, open_source
+from shardclip.training.data.sources import RawSample, Source, expand, kind_of, open_source
 from shardclip.training.data.table import SyntheticSource
 
 log = logging.getLogger(__name__)
@@ -246,6 +247,26 @@ def labelled_images(
     return _share(source, config, assembler, batch_size, rank, world_size, workers)
 
 
+def roles_in(data: str, config: DataConfig) -> set[str]:
+    """What there is to evaluate on in some data, by its first shard: `cls`, `text`, `json`, or several.
+
+    Raises:
+        UserError: it is not there.
+    """
+    if _is_folder_of_classes(data):
+        return {"cls"}
+    shards = [shard for source in expand(data) for shard in source]
+    if kind_of(shards, config) != "tar":
+        return {"text"}
+    held = set(shard_index(shards[0], config.sample_key).suffixes.tolist())
+    wanted = config.wanted() | config.wanted(label=True)
+    return {role for role, endings in wanted.items() if role != "image" and held & set(endings)}
+
+
+def _is_folder_of_classes(data: str) -> bool:
+    return os.path.isdir(data) and not any(Path(data).rglob("*.tar"))
+
+
 def _share(
     source: Source,
     config: DataConfig,
@@ -268,7 +289,7 @@ def _evaluation_source(config: DataConfig, image_input: ImageInput, label: bool)
         return SyntheticSource(config.val_num_samples or 1000, image_input.size, label)
     if not config.val_data:
         raise UserError("--val-data is missing: name tar shards or a table to evaluate on.")
-    if label and os.path.isdir(config.val_data) and not any(Path(config.val_data).rglob("*.tar")):
+    if label and _is_folder_of_classes(config.val_data):
         folder = FolderSource(config.val_data)
         if not folder.shard_samples.sum():
             raise UserError(f"{folder.name} holds no labelled picture ({folder.found()}).")

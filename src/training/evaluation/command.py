@@ -1,5 +1,6 @@
 """`shardclip eval MODEL`: evaluate a saved run, an exported file or an open_clip model.
 
+shardclip eval runs/my-run --data cifar10
 shardclip eval runs/my-run --val-data 'val/{0..9}.tar' --imagenet-val imagenet/val
 shardclip eval runs/my-run --ema --nproc 8 --zeroshot-data cifar10
 shardclip eval ViT-B-32 --pretrained laion2b_s34b_b79k --zeroshot-data cifar10
@@ -11,7 +12,7 @@ import json
 import logging
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shardclip.errors import UserError
@@ -31,8 +32,11 @@ _USAGE = (
 
 @dataclass(frozen=True)
 class OutputConfig:
-    """Which weights, and where the results go."""
+    """What is evaluated, with which weights, and where the results go."""
 
+    data: str | None = None
+    """Data of either kind, told apart by what it holds: labelled pictures (--zeroshot-data), pairs
+    (--val-data), or samples that are both."""
     ema: bool = False
     """Evaluate the moving average of the weights."""
     results: str | None = None
@@ -85,6 +89,31 @@ def main(argv: Sequence[str]) -> int:
     )
 
 
+def with_data(config: EvalConfig) -> EvalConfig:
+    """The settings with `--data` in the place of --zeroshot-data, of --val-data, or of both.
+
+    Raises:
+        UserError: it holds neither labels nor captions, or the place is taken.
+    """
+    from shardclip.training.data.finite import roles_in
+    from shardclip.training.evaluation.run import split_of
+
+    data = config.output.data
+    if data is None:
+        return config
+    if config.data.val_data or config.evaluation.zeroshot_data:
+        raise UserError("--data stands for --val-data and --zeroshot-data: leave those out, or --data")
+    split = split_of(data)
+    roles = roles_in(split, config.data)
+    if "cls" in roles:
+        config = replace(config, evaluation=replace(config.evaluation, zeroshot_data=data))
+    if {"text", "json"} & roles:
+        config = replace(config, data=replace(config.data, val_data=split))
+    if not {"cls", "text", "json"} & roles:
+        raise UserError(f"--data {data}: neither labels (.cls, folders of classes) nor captions are in it")
+    return config
+
+
 def evaluate_command(source: str, config: EvalConfig, processes: Processes) -> int:
     """Load, evaluate, and write the results; every rank calls this. Returns the exit code.
 
@@ -97,10 +126,12 @@ def evaluate_command(source: str, config: EvalConfig, processes: Processes) -> i
     from shardclip.training.evaluation.run import evaluate
     from shardclip.training.parallel import parallelize
 
+    with processes.together("looking at the data"):
+        config = with_data(config)
     wanted = config.evaluation
     if not any((config.data.val_data, wanted.imagenet_val, wanted.imagenet_v2, wanted.zeroshot_data)):
         raise UserError(
-            "there is nothing to evaluate on: give --val-data, --zeroshot-data, --imagenet-val or "
+            "there is nothing to evaluate on: give --data, --val-data, --zeroshot-data, --imagenet-val or "
             "--imagenet-v2"
         )
     logging.basicConfig(level=logging.INFO if processes.is_primary else logging.WARNING, format="%(message)s")

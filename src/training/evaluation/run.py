@@ -172,7 +172,7 @@ class _Job:
             with self.processes.together(f"opening {path}"):
                 images = labelled_images(
                     replace(
-                        self.data_config, val_data=_pictures(path), val_num_samples=None, dataset_type="auto"
+                        self.data_config, val_data=split_of(path), val_num_samples=None, dataset_type="auto"
                     ),
                     self.image_input,
                     batch_size=config.val_batch_size,
@@ -188,8 +188,8 @@ class _Job:
             yield labelled
 
 
-def _pictures(path: str) -> str:
-    """Where the pictures lie: the test split of CLIP_benchmark's layout, the one folder of ImageNet-v2."""
+def split_of(path: str) -> str:
+    """Where the samples of a data set lie: CLIP_benchmark's test split, the one folder of ImageNet-v2."""
     for inside in ("test", "ImageNetV2-matched-frequency", "imagenetv2-matched-frequency-format-val"):
         folder = os.path.join(path, inside)
         is_split = inside != "test" or os.path.isfile(os.path.join(path, names.CLASSNAMES_FILE))
