@@ -6,6 +6,7 @@ RUN = runs/emoji-$(ENGINE)
 DATA = data/emoji
 BIN = .venv/bin
 VENV = $(BIN)/.installed
+SLURM = slurm-wlm munge iproute2
 
 # One process takes the batch of two: the same global batches, the same losses.
 ENGINE_FLAGS_none = --batch-size 256
@@ -14,7 +15,7 @@ ENGINE_FLAGS_ddp = --nproc 2 --ddp
 ENGINE_FLAGS_fsdp = --nproc 2 --fsdp --fsdp-no-reshard-after-forward \
 	--fsdp-layers-to-wrap AttentionPool2d ResidualAttentionBlock
 
-.PHONY: venv data train test test-all test-slurm lint
+.PHONY: venv data train test test-all soak test-slurm lint
 
 venv: $(VENV)
 
@@ -40,8 +41,13 @@ test: $(VENV)
 test-all: test
 	$(BIN)/python -m pytest -m 'long and not gpu and not slurm'
 
-# A controller and two nodes of a real SLURM on this machine; needs root and `apt-get install slurm-wlm munge`.
+# Fifty kills at random moments of a save.
+soak: $(VENV)
+	SHARDCLIP_KILLS=50 $(BIN)/python -m pytest -k random_moments tests/distributed/test_faults.py
+
+# A controller and two nodes of a real SLURM on this machine, and two machines as network namespaces. Debian; root.
 test-slurm: $(VENV)
+	dpkg -s $(SLURM) >/dev/null 2>&1 || { apt-get update -qq && apt-get install -y -qq $(SLURM); }
 	$(BIN)/python -m pytest -m slurm tests/slurm
 
 # A type checker finds the package by its folder's name, so it is shown one that is called shardclip.

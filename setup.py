@@ -35,6 +35,7 @@ setup(
         "safetensors>=0.8",
         "simplejpeg>=1.9",
         "tyro>=1.0.17",
+        "universal_pathlib>=0.3.10",
     ],
     extras_require={
         "tensorboard": ["tensorboard>=2.21"],

@@ -54,11 +54,12 @@ def export(argv: Sequence[str]) -> int:
     import torch
 
     from shardclip.training.checkpoint import export as exporting
+    from shardclip.training.checkpoint.storage import any_path
 
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     dtype = None if command.dtype is None else dtypes[command.dtype]
     for path in exporting.export(
-        Path(command.source), command.out, format=command.format, dtype=dtype, ema=command.ema
+        any_path(command.source), command.out, format=command.format, dtype=dtype, ema=command.ema
     ):
         print(path)
     return 0

@@ -22,6 +22,8 @@ def _be(function: Callable[..., int | None], args: tuple, environment: dict[str,
         if name.startswith(_LAUNCHERS):
             del os.environ[name]
     os.environ.update(environment)
+    # What a process that no server has started would do: loader workers are forked, and are there at once.
+    multiprocessing.set_start_method("fork", force=True)
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

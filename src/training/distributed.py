@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlparse
 
@@ -92,6 +93,8 @@ class Processes:
     patience: timedelta = timedelta(minutes=180)
     position: Position = field(default_factory=Position)
     stop: StopRequest = field(default_factory=StopRequest)
+    report_files: list[Path] = field(default_factory=list)
+    """Files that the report of a failure is added to, on the rank that reports it."""
 
     @property
     def is_primary(self) -> bool:

@@ -15,8 +15,11 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
@@ -190,7 +193,7 @@ class Watcher:
         others = self._processes.world_size - 1 - failure.died
         try:
             if self._processes.rank == reporter:
-                _say(failure)
+                report(failure, self._processes.report_files)
                 self._store.set("reported", "1")
                 if others:
                     self._store.wait(["all_told"], _GOODBYE)
@@ -200,13 +203,14 @@ class Watcher:
                     self._store.set("all_told", "1")
         except dist.DistError:
             if self._processes.rank == failure.rank:
-                _say(failure)
+                report(failure, self._processes.report_files)
         _leave_now(code)
 
     def _end_alone(self, error: dist.DistError) -> NoReturn:
         processes = self._processes
         how = f"rank 0 or the launcher is gone: the store does not answer ({str(error).splitlines()[0]})"
-        _say(Failure(processes.rank, processes.host, str(processes.position), how, EXIT_FAILURE))
+        failure = Failure(processes.rank, processes.host, str(processes.position), how, EXIT_FAILURE)
+        report(failure, processes.report_files)
         _leave_now(EXIT_FAILURE)
 
 
@@ -244,8 +248,12 @@ def exit_code_for_launcher(code: int) -> int:
     return 0
 
 
-def _say(failure: Failure) -> None:
+def report(failure: Failure, files: Iterable[Path]) -> None:
+    """Say on standard error, and in log files, why the run ends."""
     print(failure, file=sys.stderr, flush=True)
+    for path in files:
+        with suppress(OSError), path.open("a", encoding="utf-8") as file:
+            file.write(f"{failure}\n")
 
 
 def _leave_now(code: int) -> NoReturn:

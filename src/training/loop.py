@@ -66,7 +66,7 @@ class _Loop:
         """Steps until the samples are seen or a stop is agreed; the exit code."""
         run, position = self.run, self.run.processes.position
         batches = Stoppable(iter(run.loader), run.processes.stop)
-        stopping = False
+        stopping = self._evaluate(self.progress.setdefault("evaluating", []))
         while self.progress["steps"] < run.length.steps and not stopping:
             position.at("data", self.progress["steps"] + 1)
             with self.meter.timing("data"):
@@ -86,7 +86,7 @@ class _Loop:
             if totals.save or stopping or self._saving_is_due(totals.samples):
                 self._save()
         run.checkpoints.close()
-        finished = self.progress["steps"] == run.length.steps
+        finished = self.progress["steps"] == run.length.steps and not self.progress["evaluating"]
         return EXIT_REQUEUE if stopping and not finished else 0
 
     def _advance(self, batch: Batch, result: StepResult) -> None:
@@ -161,20 +161,20 @@ class _Loop:
 
     def _evaluate_if_due(self, step_samples: int) -> bool:
         """Whether the ranks agreed to stop in the middle of it."""
-        run, samples, steps = self.run, self.progress["samples"], self.progress["steps"]
-        tasks = run.config.evaluation.due(
+        samples, length = self.progress["samples"], self.run.length
+        tasks = self.run.config.evaluation.due(
             samples - step_samples,
             samples,
-            samples_per_epoch=run.length.samples_per_epoch,
-            last=steps == run.length.steps,
+            samples_per_epoch=length.samples_per_epoch,
+            last=self.progress["steps"] == length.steps,
         )
         if not tasks:
             return False
         run.processes.position.at("evaluate", steps)
         try:
-            results = self._evaluate(tasks)
+            results = self._results(tasks)
         except Stopped as reason:
-            log.info("%s: this evaluation has no result", reason)
+            log.info("%s: the evaluation is done when the run goes on", reason)
             return True
         if results:
             self.tracker.evaluation(scalars(results), samples, steps)
@@ -182,8 +182,14 @@ class _Loop:
             self.tracker.picture("retrieval", picture, samples, steps)
         self.meter.pause()
         return False
+        return self._evaluate(tasks)
 
-    def _evaluate(self, tasks: Collection[Task]) -> list[Result]:
+    def _evaluate(self, tasks: Collection[Task]) -> bool:
+        """Whether the ranks agreed to stop in the middle; then the run that goes on has it to do."""
+        run, samples, steps = self.run, self.progress["samples"], self.progress["steps"]
+
+    def _results(self, tasks: Collection[Task]) -> list[Result]:
+        self.progress["evaluating"] = sorted(tasks)
         run = self.run
         with nullcontext() if run.ema is None else run.ema.swap():
             return evaluate(
@@ -194,6 +200,7 @@ class _Loop:
                 run.tokenize,
                 processes=run.processes,
                 tasks=tasks,
+        self.progress["evaluating"] = []
                 model_name=run.spec.name,
                 pretrained=run.folder.name,
             )

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from shardclip.errors import UserError
+from shardclip.training.checkpoint.remote import RemoteConfig
 from shardclip.training.config import TrainConfig
 from shardclip.training.distributed import Processes
 
@@ -96,6 +97,7 @@ def shortened(config: TrainConfig, folder: Path, world_size: int) -> TrainConfig
         data=replace(config.data, train_num_samples=2 * world_size, workers=workers, streams=None),
         optimizer=replace(config.optimizer, warmup=0, lr_scheduler="const"),
         checkpoint=replace(config.checkpoint, resume=None),
+        remote=RemoteConfig(),
         evaluation=replace(config.evaluation, zeroshot_frequency=0, val_frequency=0, eval_every=None),
         tracking=replace(config.tracking, report_to="", log_every_n_steps=1),
     )

@@ -50,7 +50,7 @@ class StopRequest:
         if not self._event.is_set():
             self.reason = reason
             self._event.set()
-            for listener in self._listeners:
+            for listener in list(self._listeners):
                 listener()
 
     def tell(self, listener: Callable[[], None]) -> None:
@@ -58,6 +58,10 @@ class StopRequest:
         self._listeners.append(listener)
         if self._event.is_set():
             listener()
+
+    def forget(self, listener: Callable[[], None]) -> None:
+        """No longer call `listener`."""
+        self._listeners.remove(listener)
 
 
 class Stopped(Exception):
@@ -72,8 +76,8 @@ class Stoppable(Generic[T]):
     """
 
     def __init__(self, items: Iterator[T], stop: StopRequest) -> None:
-        self._items = items
-        self._wanted: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._items, self._stop = items, stop
+        self._wanted: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
         self._stopped = False
         threading.Thread(target=self._fetch, name="stoppable source", daemon=True).start()
@@ -83,16 +87,20 @@ class Stoppable(Generic[T]):
         """The next item; None, without waiting for the source any longer, once a stop was asked for."""
         if self._stopped:
             return None
-        self._wanted.put(None)
+        self._wanted.put(True)
         item, error = self._answers.get()
         if error is not None:
             raise error
         self._stopped = item is None
         return item
 
+    def close(self) -> None:
+        """Ask the source for nothing more."""
+        self._stop.forget(self._give_up)
+        self._wanted.put(False)
+
     def _fetch(self) -> None:
-        while True:
-            self._wanted.get()
+        while self._wanted.get():
             try:
                 self._answers.put((next(self._items), None))
             except BaseException as error:
@@ -117,8 +125,8 @@ def stop_on_signals(stop: StopRequest) -> Iterator[None]:
         """Stands in for the default action; the thread does the work."""
 
     def listen() -> None:
-        while data := os.read(read_end, 1):
-            number = data[0]
+        # 0 ends it. Not the pipe's end: a loader worker that has stalled still holds the side that writes.
+        while number := os.read(read_end, 1)[0]:
             if number == signal.SIGINT and stop.requested and stop.reason.startswith("SIGINT"):
                 os._exit(128 + number)
             if number in STOP_SIGNALS:
@@ -136,8 +144,9 @@ def stop_on_signals(stop: StopRequest) -> Iterator[None]:
         signal.set_wakeup_fd(previous_wakeup)
         for number, handler in previous.items():
             signal.signal(number, handler)
-        os.close(write_end)
+        os.write(write_end, b"\0")
         listener.join()
+        os.close(write_end)
         os.close(read_end)
 
 

@@ -21,6 +21,7 @@ from shardclip.models.factory import ModelSpec
 from shardclip.models.locking import lock, trainable_table
 from shardclip.training import config as configuration
 from shardclip.training.checkpoint import Checkpoints, TrainState
+from shardclip.training.checkpoint.storage import any_path
 from shardclip.training.config import TrainConfig
 from shardclip.training.data.image_input import ImageInput, normalise
 from shardclip.training.data.loader import TrainLoader, train_loader
@@ -160,7 +161,8 @@ def start_run(config: TrainConfig, folder: Path, processes: Processes) -> Run:
     torch.manual_seed(config.run.seed + processes.rank)
     with phase("resume"):
         state = TrainState(engine.module, optimizer, ema=ema, scaler=scaler)
-        checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint, processes, remote=config.remote)
+        place = config.remote.checkpoint_dir or folder / "checkpoints"
+        checkpoints = Checkpoints(place, config.checkpoint, processes, remote=config.remote)
         _resume(checkpoints, state, loader, length, configuration.as_dict(config))
     step = TrainingStep(
         engine,
@@ -192,6 +194,9 @@ def start_run(config: TrainConfig, folder: Path, processes: Processes) -> Run:
     )  # fmt: skip
 
 
+        if config.remote.checkpoint_dir is not None:
+            copy = any_path(config.remote.checkpoint_dir) / "model.json"
+            copy.write_text((folder / "model.json").read_text(encoding="utf-8"), encoding="utf-8")
 def _open_data(
     config: TrainConfig, image_input: ImageInput, tokenize: Tokenizer, processes: Processes
 ) -> tuple[TrainLoader, Length]:
@@ -260,6 +265,7 @@ def _resume(
     path = checkpoints.to_resume()
     if path is not None:
         checkpoints.load(path, state)
+        evaluating=[],
         loader.load_state_dict(state.progress["data"])
         log.info("resumed %s: %s samples seen", path, f"{state.progress['samples']:,}")
     elif checkpoints.config.resume is not None:

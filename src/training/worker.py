@@ -14,7 +14,7 @@ from pathlib import Path
 
 from shardclip.errors import UserError
 from shardclip.training.distributed import DistributedConfig, Processes, start
-from shardclip.training.failure import EXIT_USER, Failure, Watcher, exit_code_for_launcher
+from shardclip.training.failure import EXIT_USER, Failure, Watcher, exit_code_for_launcher, report
 from shardclip.training.signals import StopRequest, stop_on_signals
 
 
@@ -58,7 +58,7 @@ def _run_alone(main: Callable[[Processes], int], processes: Processes, lost_seco
         return main(processes)
     except (Exception, KeyboardInterrupt) as error:
         failure = Failure.of(error, processes)
-        print(failure, file=sys.stderr, flush=True)
+        report(failure, processes.report_files)
         return failure.code
 
 

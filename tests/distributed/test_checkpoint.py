@@ -1,20 +1,33 @@
 """Checkpoints hold everything, under names that do not depend on how the model is wrapped or sharded."""
 
+import io
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from train_states import TINY, different, load_latest, open_checkpoints, state_of, step, whole
+from train_states import TINY, different, load_latest, open_checkpoints, resumed, state_of, step, whole
 
 from shardclip.errors import UserError
 from shardclip.models.factory import ModelSpec, build
 from shardclip.training.checkpoint import CheckpointConfig, TrainState, published, read_state
 from shardclip.training.checkpoint.config import to_prune
 from shardclip.training.checkpoint.state import to_plain, to_tensors
+from shardclip.training.checkpoint.storage import PublishingWriter, SafeReader
 
-ENGINES = [("none", 1), ("fsdp", 1), ("ddp", 2), ("fsdp", 2), ("fsdp", 4), ("hsdp", 4)]
+ENGINES = [
+    ("none", 1),
+    ("ddp", 1),
+    ("fsdp", 1),
+    ("ddp", 2),
+    ("fsdp", 2),
+    ("hsdp", 2),
+    ("ddp", 4),
+    ("fsdp", 4),
+    ("hsdp", 4),
+]
 
 
 def train_and_save(folder: Path, kind: str) -> float:
@@ -70,6 +83,14 @@ def test_b14_the_scale_has_one_shape_and_its_moments_are_carried(saved: dict[Pat
             moment = reference[f"optimizer.{name}.exp_avg"]
             assert reference[f"model.{name}"].shape == moment.shape == ()
             assert moment != 0
+
+
+def test_b53_every_tensor_of_every_engine_loads_with_weights_only(saved: dict[Path, float]) -> None:
+    for folder in saved:
+        (path,) = published(folder)
+        for place in SafeReader(path).read_metadata().storage_data.values():
+            content = (path / place.relative_path).read_bytes()[place.offset :][: place.length]
+            assert isinstance(torch.load(io.BytesIO(content), weights_only=True), torch.Tensor)
 
 
 def keys_of(kind: str, flags: dict[str, Any]) -> set[str]:
@@ -192,6 +213,41 @@ def save_after_an_evaluation(folder: Path) -> list[str]:
 
 def test_saving_after_an_evaluation_under_fsdp(ranks: Any, tmp_path: Path) -> None:
     assert ranks(2).run(save_after_an_evaluation, tmp_path) == [[], []]
+
+
+def snapshot_while_training_goes_on(folder: Path) -> tuple[list[str], list[str], list[str]]:
+    """The writing waits until the weights have changed. Published names before and after; differences."""
+    state = state_of("fsdp")
+    step(state)
+    checkpoints = open_checkpoints(folder)
+    checkpoints.save(4, state)
+    checkpoints.wait()
+    changed = threading.Event()
+    write = PublishingWriter.write_data
+
+    def write_late(self: PublishingWriter, *args: Any) -> Any:
+        assert changed.wait(60)
+        return write(self, *args)
+
+    PublishingWriter.write_data = write_late  # type: ignore[method-assign]
+    try:
+        expected = whole(state)
+        checkpoints.save(8, state)
+        step(state, seed=1)
+        during = [path.name for path in published(folder)]
+    finally:
+        changed.set()
+        checkpoints.close()
+        PublishingWriter.write_data = write  # type: ignore[method-assign]
+    name, loaded = resumed(folder, "fsdp")
+    return during, [path.name for path in published(folder)], [str(name), *different(expected, loaded)]
+
+
+def test_b49_a_background_save_holds_the_state_of_its_call(ranks: Any, tmp_path: Path) -> None:
+    for during, after, outcome in ranks(2).run(snapshot_while_training_goes_on, tmp_path):
+        assert during == ["samples-000000000004"]
+        assert after == ["samples-000000000004", "samples-000000000008"]
+        assert outcome == ["samples-000000000008"]
 
 
 def draw_after_resume(folder: Path) -> tuple[list[float], list[float]]:

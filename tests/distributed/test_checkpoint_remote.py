@@ -1,5 +1,7 @@
 """Checkpoints at a second place: published there as here, fetched when the first place is gone."""
 
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,13 +9,18 @@ from typing import Any
 
 import fsspec
 import pytest
-from train_states import different, load_latest, state_of, step, whole
+from launched import Launched
+from train_states import different, load_latest, open_checkpoints, state_of, step, whole
+from upath import UPath
 
+from commands import small_run
+from shardclip import cli
 from shardclip.errors import UserError
 from shardclip.training import distributed
-from shardclip.training.checkpoint import CheckpointConfig, Checkpoints, published
+from shardclip.training.checkpoint import CheckpointConfig, Checkpoints, published, storage
 from shardclip.training.checkpoint.conflicts import conflicts
-from shardclip.training.checkpoint.remote import Mirror, RemoteConfig, RemoteFolder
+from shardclip.training.checkpoint.folders import RemoteFolder
+from shardclip.training.checkpoint.remote import Mirror, RemoteConfig
 
 
 @pytest.fixture(scope="module")
@@ -90,18 +97,114 @@ def test_a_half_copied_one_is_not_there_and_a_damaged_one_is_passed_over(
 
 def test_resuming_from_a_url(tmp_path: Path, bucket: str) -> None:
     state = state_of("none")
+    step(state)
     url = f"{bucket}/{tmp_path.name}"
     checkpoints = open_mirrored(tmp_path / "first", url)
     checkpoints.save(4, state)
     checkpoints.close()
-    there = CheckpointConfig(resume=f"{url}/samples-000000000004")
-    here = Checkpoints(tmp_path / "new", there, distributed.current())
-    path = here.to_resume()
-    assert path == tmp_path / "new" / "samples-000000000004"
-    assert load_latest(tmp_path / "new", state_of("none")) == path
-    missing = CheckpointConfig(resume=f"{url}/samples-000000000005")
-    with pytest.raises(UserError, match="cannot be fetched"):
-        Checkpoints(tmp_path / "new", missing, distributed.current()).to_resume()
+    here = open_checkpoints(tmp_path / "new", resume=f"{url}/samples-000000000004")
+    path, resumed = here.to_resume(), state_of("none")
+    assert path is not None
+    here.load(path, resumed)
+    assert different(whole(state), whole(resumed)) == []
+    missing = open_checkpoints(tmp_path / "new", resume=f"{url}/samples-000000000005")
+    with pytest.raises(UserError, match=r"not a whole checkpoint \(manifest.json is missing\)"):
+        missing.to_resume()
+
+
+# -- the folder itself by a URL
+
+
+def test_a_folder_by_a_url_is_kept_as_one_on_a_disk(
+    tmp_path: Path, url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = state_of("none")
+    checkpoints = open_checkpoints(url, keep_last=2)
+    for samples in (4, 8, 12):
+        step(state, seed=samples)
+        checkpoints.save(samples, state)
+    checkpoints.close()
+    assert [path.name for path in published(UPath(url))] == ["samples-000000000008", "samples-000000000012"]
+    assert RemoteFolder(url).begun() == set(RemoteFolder(url).published())
+    resumed = state_of("none")
+    assert load_latest(url, resumed) == UPath(url) / "samples-000000000012"
+    assert different(whole(state), whole(resumed)) == []
+    with pytest.raises(UserError, match=r"checkpoints of another run \(samples-000000000012\)"):
+        open_checkpoints(url).to_resume()
+    (UPath(url) / "samples-000000000012" / "state.json").write_bytes(b"{}")
+    assert load_latest(url, resumed) == UPath(url) / "samples-000000000008"
+    assert "samples-000000000012 is damaged (state.json has 2 bytes" in caplog.text
+    again = open_checkpoints(url)
+    again.save(12, resumed)  # in the place of the damaged one
+    again.close()
+    assert load_latest(url, state) == UPath(url) / "samples-000000000012"
+    assert different(whole(state), whole(resumed)) == []
+
+
+def save_there(environment: dict[str, str], url: str, samples: int, victim: int | None = None) -> Any:
+    """Save from two ranks; rank 0 dies before the manifest is there, or rank 1 after its file."""
+    os.environ.update(environment)
+    checkpoints = open_checkpoints(url)
+    state = state_of("fsdp")
+    step(state, seed=samples)
+    if checkpoints.rank == victim == 0:
+        RemoteFolder.publish = die  # type: ignore[method-assign]
+    elif checkpoints.rank == victim == 1:
+        storage.WriteResult = die  # type: ignore[assignment, misc]
+    checkpoints.save(samples, state)
+    checkpoints.close()
+    return whole(state)
+
+
+def die(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def take_there(environment: dict[str, str], url: str) -> Any:
+    os.environ.update(environment)
+    state = state_of("fsdp")
+    path = load_latest(url, state)
+    return path and path.name, whole(state)
+
+
+def test_b49_b50_kills_leave_the_previous_one_in_a_bucket(ranks: Any, tmp_path: Path, bucket: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    url = f"{bucket}/{tmp_path.name}"
+    before = ranks(2).run(save_there, environment, url, 4)[0]
+    for victim in (0, 1):
+        with pytest.raises(AssertionError, match=r"the process died|Connection closed|reset by peer"):
+            ranks(2).run(save_there, environment, url, 8, victim)
+        assert RemoteFolder(url).begun() == {"samples-000000000004", "samples-000000000008"}
+        for name, loaded in ranks(2).run(take_there, environment, url):
+            assert name == "samples-000000000004"
+            assert different(before, loaded) == []
+        assert RemoteFolder(url).begun() == {"samples-000000000004"}
+    alone = state_of("none")
+    load_latest(url, alone)
+    assert different(before, whole(alone)) == []
+
+
+def test_a_run_keeps_its_checkpoints_in_a_bucket_and_is_exported_from_there(
+    tmp_path: Path, bucket: str
+) -> None:
+    environment = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    url = f"{bucket}/{tmp_path.name}"
+    words = ["train", *small_run(tmp_path), "--dataset-type", "synthetic", "--checkpoint-dir", url]
+    for more in ([], ["--resume", "latest", "--epochs", "2", "--override"]):
+        with Launched(tmp_path, [environment], cli.main, [*words, *more]) as run:
+            assert run.end(300) == [0], run.all_said
+    assert f"resumed {url}/samples-000000000016" in run.all_said
+    assert RemoteFolder(url).published() == ["samples-000000000016", "samples-000000000032"]
+    assert not (tmp_path / "runs" / "first" / "checkpoints").exists()
+    written = []
+    for source in (str(tmp_path / "runs" / "first"), url, f"{url}/samples-000000000032"):
+        out = tmp_path / "model.safetensors"
+        assert cli.main(["export", source, "--out", str(out)]) == 0
+        written.append(out.read_bytes())
+    assert written[0] == written[1] == written[2]
+
+
+# -- the copy
 
 
 class Stuck(RemoteFolder):

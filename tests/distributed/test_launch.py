@@ -1,6 +1,7 @@
 """`--nproc`: torchrun's agent with our words untouched, our exit codes, and our signals."""
 
 import logging
+import re
 import signal
 import sys
 from pathlib import Path
@@ -8,8 +9,10 @@ from pathlib import Path
 import pytest
 from launched import Launched, free_port
 
+from commands import small_run
 from shardclip.errors import UserError
 from shardclip.launch import LaunchConfig, launch_command, split_launch_flags
+from shardclip.training.checkpoint import published
 from shardclip.training.failure import EXIT_REQUEUE, EXIT_USER
 
 # Words that torchrun's own parser takes for its options, or for two of them.
@@ -147,18 +150,38 @@ def test_the_code_of_a_failed_worker_is_passed_on_after_its_restarts(tmp_path: P
         assert run.said(0) == ""
 
 
+def _two_launchers(folder: Path, *command: str) -> str:
+    """The same command on the "machines" a and b, which meet and end well; what both have said."""
+    config = LaunchConfig(nproc=1, nnodes=2, rdzv_endpoint=f"127.0.0.1:{free_port()}")
+    environments = [{"NODE": name, "SLURMD_NODENAME": name, "HOSTNAME": name} for name in ("a", "b")]
+    with Launched(folder, environments, _launch, config, *command) as run:
+        assert run.end(300) == [0, 0], run.all_said
+        return run.all_said
+
+
 @pytest.mark.long
 def test_b23_whichever_launcher_holds_rank_0_it_is_one(tmp_path: Path, tell: str) -> None:
-    for attempt in range(3):
-        config = LaunchConfig(nproc=1, nnodes=2, rdzv_endpoint=f"127.0.0.1:{free_port()}")
+    """Twenty meetings of two launchers; who is rank 0 is theirs to decide."""
+    for attempt in range(20):
         told = tmp_path / "told" / str(attempt)
         told.mkdir()
-        environments = [{"NODE": name, "SLURMD_NODENAME": name, "HOSTNAME": name} for name in ("a", "b")]
-        with Launched(tmp_path, environments, _launch, config, tell, str(told)) as run:
-            assert run.end() == [0, 0], run.all_said
+        _two_launchers(tmp_path, tell, str(told))
         names = sorted(path.name.split("-")[:2] for path in told.iterdir())
         assert [name for name, _ in names] == ["a", "b"]
         assert sorted(rank for _, rank in names) == ["0", "1"]
+
+
+@pytest.mark.long
+def test_b23_a_run_of_two_launchers_has_one_log_and_one_writer(tmp_path: Path) -> None:
+    words = ["train", *small_run(tmp_path), "--dataset-type", "synthetic", "--fsdp"]
+    said = _two_launchers(tmp_path, "-m", "shardclip", *words)
+    assert said.count("Train Epoch: 0 [16/16 (100%)]") == 1
+    run = tmp_path / "runs" / "first"
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 2
+    assert [path.name for path in (run / "logs").iterdir()] == ["rank-1.log"]
+    assert [path.name for path in published(run / "checkpoints")] == ["samples-000000000016"]
+    hosts = dict(re.findall(r"^  ([ab]): rank (\d)", said, re.MULTILINE))
+    assert sorted(hosts.values()) == ["0", "1"]
 
 
 def test_machines_that_do_not_come_are_named(tmp_path: Path, tell: str) -> None:

@@ -322,7 +322,7 @@ def _stalled() -> Any:
     yield 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_b25_a_signal_to_one_rank_stops_all_while_a_loader_stalls(tmp_path: Path, number: int) -> None:
     with Launched(tmp_path, torchrun_environments(2), _stop_when_rank_1_is_told, number) as run:
         assert run.end(30) == [EXIT_REQUEUE] * 2

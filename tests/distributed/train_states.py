@@ -11,6 +11,7 @@ from shardclip.models.factory import ModelSpec, build, build_meta
 from shardclip.training import distributed
 from shardclip.training.checkpoint import CheckpointConfig, Checkpoints, TrainState
 from shardclip.training.checkpoint.state import to_tensors
+from shardclip.training.checkpoint.storage import AnyPath
 from shardclip.training.parallel import Engine, ParallelConfig, parallelize
 
 TINY = ModelSpec(
@@ -77,15 +78,32 @@ def different(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
     return sorted({k for k in shared if not torch.equal(one[k], other[k])} | (one.keys() ^ other.keys()))
 
 
-def open_checkpoints(folder: Path, **config: Any) -> Checkpoints:
+def open_checkpoints(folder: Path | str, **config: Any) -> Checkpoints:
     """The checkpoints of the processes that call this."""
     return Checkpoints(folder, CheckpointConfig(**config), distributed.current())
 
 
-def load_latest(folder: Path, state: TrainState) -> Path | None:
+def load_latest(folder: Path | str, state: TrainState) -> AnyPath | None:
     """Fill the state from the newest whole checkpoint; where there is one, its path."""
     checkpoints = open_checkpoints(folder)
     path = checkpoints.latest()
     if path is not None:
         checkpoints.load(path, state)
     return path
+
+
+def save(folder: Path, samples: int, kind: str = "none") -> dict[str, torch.Tensor]:
+    """A checkpoint of a state that depends on `samples`; what it holds."""
+    state = state_of(kind)
+    step(state, seed=samples)
+    checkpoints = open_checkpoints(folder)
+    checkpoints.save(samples, state)
+    checkpoints.close()
+    return whole(state)
+
+
+def resumed(folder: Path, kind: str = "none") -> tuple[str | None, dict[str, torch.Tensor]]:
+    """Name of the checkpoint that a new start takes, and what it loads from it."""
+    state = state_of(kind)
+    path = load_latest(folder, state)
+    return path and path.name, whole(state)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import warnings
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from importlib.metadata import version
@@ -18,18 +18,19 @@ from torch.distributed.checkpoint.api import CheckpointException
 from shardclip.errors import UserError
 from shardclip.training.checkpoint.config import CheckpointConfig, to_prune
 from shardclip.training.checkpoint.conflicts import Settings, conflicts
+from shardclip.training.checkpoint.folders import LocalFolder, RemoteFolder, open_folder
 from shardclip.training.checkpoint.open_clip import load_open_clip
-from shardclip.training.checkpoint.remote import Mirror, RemoteConfig, RemoteFolder, fetch_newest
+from shardclip.training.checkpoint.remote import Mirror, RemoteConfig, fetch_newest
 from shardclip.training.checkpoint.snapshot import Snapshot
 from shardclip.training.checkpoint.state import TrainState, load_targets, take_targets, to_plain, to_tensors
 from shardclip.training.checkpoint.storage import (
+    AnyPath,
     PublishingWriter,
     SafeReader,
+    any_path,
     checkpoint_name,
-    clear_unfinished,
     fault,
     fill,
-    published,
     read_state,
     reason,
     samples_of,
@@ -61,29 +62,25 @@ class Checkpoints:
 
     def __init__(
         self,
-        folder: Path,
+        folder: str | AnyPath,
         config: CheckpointConfig,
         processes: Ranks,
         remote: RemoteConfig | None = None,
     ) -> None:
-        self.folder, self.config = Path(folder), config
+        self.folder, self.config = open_folder(folder), config
         self.rank, self.world_size = processes.rank, processes.world_size
         self._group = self._own_group()
         self._snapshot = Snapshot()
         self._writing = ThreadPoolExecutor(1, "checkpoint")
         self._versions = {package: version(package) for package in _PACKAGES}
-        self._in_flight: tuple[Future[Any], Path, Path] | None = None
+        self._in_flight: tuple[Future[Any], AnyPath, str] | None = None
         self._attempts = self._failures = 0
         self._newest: int | None = None
-        if self.rank == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for name in clear_unfinished(self.folder):
-                _log.info("%s was not finished: removed", name)
         self._remote = remote or RemoteConfig()
         self._mirror: Mirror | None = None
-        self._barrier()
-        if self.rank == 0 and self._remote.remote_sync is not None:
-            self._mirror = Mirror(self.folder, RemoteFolder(self._remote.remote_sync))
+        self._prepare()
+        if self.rank == 0 and self._remote.remote_sync is not None and isinstance(self.folder, LocalFolder):
+            self._mirror = Mirror(self.folder.path, RemoteFolder(self._remote.remote_sync))
             self._mirror.update()
 
     def save(self, samples_seen: int, state: TrainState) -> None:
@@ -97,16 +94,16 @@ class Checkpoints:
         self.wait()
         if samples_seen == self._newest:
             return
-        final = self.folder / checkpoint_name(samples_seen)
+        name = checkpoint_name(samples_seen)
         self._attempts += 1
-        partial = self.folder / f"tmp-{final.name}-{self._attempts}"
+        partial = self.folder.partial(name, self._attempts)
         described = to_plain(state) | {
             "format": 1,
             "samples_seen": samples_seen,
             "world_size": self.world_size,
             "versions": self._versions,
         }
-        writer = PublishingWriter(partial, final, described, self._after_publish)
+        writer = PublishingWriter(self.folder, partial, name, described, self._after_publish)
         copies = self._snapshot.take(to_tensors(state, self.rank))
         # Not `dcp.async_save`: it walks through all entries once more while training stands still.
         future = self._writing.submit(
@@ -116,7 +113,7 @@ class Checkpoints:
             process_group=self._group,
             no_dist=self._group is None,
         )
-        self._in_flight, self._newest = (future, partial, final), samples_seen
+        self._in_flight, self._newest = (future, partial, name), samples_seen
         if not self.config.async_save:
             self.wait()
 
@@ -128,15 +125,15 @@ class Checkpoints:
         """
         if self._in_flight is None:
             return
-        (future, partial, final), self._in_flight = self._in_flight, None
+        (future, partial, name), self._in_flight = self._in_flight, None
         try:
             future.result()
             self._failures = 0
         except (Exception, CheckpointException) as error:
             self._failures, self._newest = self._failures + 1, None
             if self.rank == 0:
-                shutil.rmtree(partial, ignore_errors=True)
-            message = f"{final.name} could not be saved: {reason(error)}"
+                self.folder.discard(partial)
+            message = f"{name} could not be saved: {reason(error)}"
             if self._failures > 1:
                 raise UserError(f"{message}. The save before it failed too.") from error
             _log.error("%s. The previous checkpoint is kept, training goes on.", message)
@@ -154,13 +151,13 @@ class Checkpoints:
         if self._failures:
             raise UserError("the last checkpoint could not be saved (see above); the one before it is kept")
 
-    def latest(self) -> Path | None:
+    def latest(self) -> AnyPath | None:
         """The newest whole checkpoint of this run, the same on all ranks, or None.
 
         A damaged one (sizes and checksums are compared) is named in a warning and passed over.
         """
-        candidates = self._from_rank_0(published(self.folder) if self.rank == 0 else None)
-        for path in reversed(candidates):
+        candidates: list[str] = self._on_rank_0(self.folder.published)
+        for path in map(self.folder.path_of, reversed(candidates)):
             found = self._first(fault(path, self.rank, self.world_size))
             if found is None:
                 return path
@@ -168,29 +165,34 @@ class Checkpoints:
                 _log.warning("%s is damaged (%s): falling back to the one before it", path, found)
         return None
 
-    def to_resume(self) -> Path | None:
+    def to_resume(self) -> AnyPath | None:
         """The checkpoint that `--resume` asks for; None where it asks for none, or for the latest of none.
 
         Raises:
-            UserError: the path is neither a whole checkpoint nor a file.
+            UserError: the path is neither a whole checkpoint nor a file; or it asks for none, in a folder by
+                URL that holds some.
         """
-        if self.config.resume is None:
+        asked = self.config.resume
+        if asked is None:
+            if isinstance(self.folder, RemoteFolder) and (others := self._on_rank_0(self.folder.published)):
+                raise UserError(
+                    f"{self.folder.url} holds checkpoints of another run ({others[-1]}): give another "
+                    "--checkpoint-dir, or go on with that run by --resume latest"
+                )
             return None
-        if self.config.resume == "latest":
-            self._fetch(self._remote.remote_sync, newest=True)
+        if asked == "latest":
+            self._fetch_newest()
             return self.latest()
-        if "://" in self.config.resume:
-            self._fetch(self.config.resume, newest=False)
-            return self.folder / self.config.resume.rstrip("/").rpartition("/")[2]
-        path = Path(self.config.resume)
-        if path.is_file():
+        path = any_path(asked)
+        if isinstance(path, Path) and path.is_file():
             return path
         found = self._first(fault(path, self.rank, self.world_size))
         if found is not None:
-            raise UserError(f"--resume {path}: not a whole checkpoint ({found})")
+            advice = "; a file of open_clip's is read from a disk" if path.suffix == ".pt" else ""
+            raise UserError(f"--resume {path}: not a whole checkpoint ({found}){advice}")
         return path
 
-    def load(self, path: Path, state: TrainState) -> None:
+    def load(self, path: AnyPath, state: TrainState) -> None:
         """Fill the state from a checkpoint, whatever engine and number of ranks it was saved under.
 
         From a file of open_clip's, weights and moments; the state's progress stays as it is.
@@ -201,7 +203,7 @@ class Checkpoints:
         Raises:
             UserError: it is of another model, holds something that is not a tensor, or has other settings.
         """
-        if path.is_file():
+        if isinstance(path, Path) and path.is_file():
             load_open_clip(path, state)
             return
         plain = read_state(path)
@@ -212,11 +214,12 @@ class Checkpoints:
         take_targets(state, targets, plain, self.rank)
         if config is not None:
             state.progress["config"] = config
-        if path.parent == self.folder:
+        if path == self.folder.path_of(path.name):
             self._newest = plain["samples_seen"]
-        later = [other.name for other in published(self.folder) if samples_of(other) > plain["samples_seen"]]
+        published = self._on_rank_0(self.folder.published)
+        later = [name for name in published if name > checkpoint_name(plain["samples_seen"])]
         if later and self.rank == 0:
-            _log.warning("%s holds later checkpoints (%s), which stay", self.folder, ", ".join(later))
+            _log.warning("%s: there are later checkpoints (%s), which stay", path, ", ".join(later))
 
     def _check_config(self, plain: dict[str, Any], state: TrainState) -> Settings | None:
         now, then = state.progress.get("config"), plain["progress"].get("config")
@@ -230,20 +233,19 @@ class Checkpoints:
             _log.warning("changed on resuming: %s", line)
         return now
 
-    def _fetch(self, url: str | None, newest: bool) -> None:
-        """On rank 0, bring a remote checkpoint into this run's folder; all ranks share the outcome."""
-        failure = None
-        if self.rank == 0 and url is not None:
-            try:
-                if newest:
-                    fetch_newest(RemoteFolder(url), self.folder)
-                else:
-                    parent, _, name = url.rstrip("/").rpartition("/")
-                    RemoteFolder(parent).get(name, self.folder)
-            except (UserError, OSError) as error:
-                failure = str(error)
-        if (found := self._first(failure)) is not None:
-            raise UserError(found)
+    def _prepare(self) -> None:
+        removed = self._on_rank_0(self.folder.prepare)
+        for name in removed if self.rank == 0 else ():
+            _log.info("%s was not finished: removed", name)
+
+    def _fetch_newest(self) -> None:
+        """On rank 0, bring what only the second place has into this run's folder."""
+
+        def fetch() -> None:
+            if self._remote.remote_sync is not None and isinstance(self.folder, LocalFolder):
+                fetch_newest(RemoteFolder(self._remote.remote_sync), self.folder.path)
+
+        self._on_rank_0(fetch)
 
     def _after_publish(self) -> None:
         self._prune()
@@ -253,13 +255,9 @@ class Checkpoints:
     def _prune(self) -> None:
         """On rank 0, once a checkpoint is published. Nothing here makes that save a failure."""
         try:
-            for replaced in self.folder.glob("tmp-*-replaced"):
-                shutil.rmtree(replaced)
-            saved = [samples_of(path) for path in published(self.folder)]
+            saved = [samples_of(self.folder.path_of(name)) for name in self.folder.published()]
             for samples in to_prune(saved, self.config.keep_last, self.config.keep_every):
-                # Renamed first: a kill in the middle leaves no folder that looks like a whole checkpoint.
-                path = self.folder / checkpoint_name(samples)
-                shutil.rmtree(path.rename(path.with_name(f"tmp-{path.name}-pruned")))
+                self.folder.remove(checkpoint_name(samples))
         except OSError as error:
             _log.warning("an old checkpoint could not be removed: %s", error)
 
@@ -273,15 +271,22 @@ class Checkpoints:
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
         return None
 
-    def _barrier(self) -> None:
-        if self._group is not None:
-            dist.barrier(self._group)
+    def _on_rank_0(self, work: Callable[[], T]) -> T:
+        """What `work` returns on rank 0, on all ranks; what goes wrong there with files or a store, too.
 
-    def _from_rank_0(self, value: Any) -> Any:
-        if self._group is None:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0, group=self._group)
+        Raises:
+            UserError: it went wrong.
+        """
+        box: list[Any] = [None, None]
+        if self.rank == 0:
+            try:
+                box[0] = work()
+            except (UserError, OSError) as error:
+                box[1] = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        if self._group is not None:
+            dist.broadcast_object_list(box, src=0, group=self._group)
+        if box[1] is not None:
+            raise UserError(f"checkpoints: {box[1]}")
         return box[0]
 
     def _first(self, value: T | None) -> T | None:

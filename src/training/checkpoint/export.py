@@ -6,19 +6,21 @@ import logging
 from pathlib import Path
 
 import torch
+import yaml
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from shardclip.errors import UserError
 from shardclip.models.export import Format, UnreadTensor, write_model
 from shardclip.models.factory import ModelSpec
-from shardclip.training.checkpoint.storage import SafeReader, fault, fill, published
+from shardclip.training.checkpoint.folders import published
+from shardclip.training.checkpoint.storage import AnyPath, SafeReader, any_path, fault, fill
 
 SPEC_NAME = "model.json"
 _log = logging.getLogger(__name__)
 
 
-def find(path: Path) -> Path:
+def find(path: AnyPath) -> AnyPath:
     """The checkpoint meant by a path: itself, or the newest whole one of a run's folder.
 
     Raises:
@@ -26,28 +28,40 @@ def find(path: Path) -> Path:
     """
     if (path / ".metadata").is_file():
         return path
-    folders = published(path / "checkpoints") or published(path)
-    for folder in reversed(folders):
-        if (found := fault(folder)) is None:
-            return folder
-        _log.warning("%s is damaged (%s): falling back to the one before it", folder, found)
+    checkpoints = published(path / "checkpoints") or published(path)
+    if not checkpoints and (elsewhere := _place_elsewhere(path / "config.yaml")) is not None:
+        checkpoints = published(elsewhere)
+    for checkpoint in reversed(checkpoints):
+        if (found := fault(checkpoint)) is None:
+            return checkpoint
+        _log.warning("%s is damaged (%s): falling back to the one before it", checkpoint, found)
     raise UserError(f"{path}: neither a checkpoint nor a run with one")
 
 
-def read_spec(checkpoint: Path) -> ModelSpec:
+def _place_elsewhere(config: AnyPath) -> AnyPath | None:
+    """Where a run keeps its checkpoints by --checkpoint-dir."""
+    if not config.is_file():
+        return None
+    settings = yaml.safe_load(config.read_text(encoding="utf-8"))
+    place = settings.get("remote", {}).get("checkpoint_dir")
+    return None if place is None else any_path(place)
+
+
+def read_spec(checkpoint: AnyPath) -> ModelSpec:
     """The architecture of the run that a checkpoint belongs to.
 
     Raises:
         UserError: the run's folder does not say.
     """
-    path = checkpoint.parent.parent / SPEC_NAME
+    beside = checkpoint.parent / SPEC_NAME
+    path = beside if beside.is_file() else checkpoint.parent.parent / SPEC_NAME
     try:
-        return ModelSpec.load(path)
+        return ModelSpec.load(path)  # type: ignore[arg-type]
     except (OSError, KeyError, ValueError) as error:
         raise UserError(f"{path}: the model's configuration is not there ({error})") from None
 
 
-def unread_weights(checkpoint: Path, *, ema: bool = False) -> dict[str, UnreadTensor]:
+def unread_weights(checkpoint: AnyPath, *, ema: bool = False) -> dict[str, UnreadTensor]:
     """The model's tensors in a checkpoint, by our names, unread.
 
     Args:
@@ -69,7 +83,7 @@ def unread_weights(checkpoint: Path, *, ema: bool = False) -> dict[str, UnreadTe
 
 
 def export(
-    checkpoint: Path,
+    checkpoint: AnyPath,
     out: Path,
     *,
     format: Format = "safetensors",

@@ -1,98 +1,28 @@
-"""Copies of a run's checkpoints at a second place: anything that fsspec writes (s3://, gs://, a disk).
-
-An object store has no rename. There a checkpoint exists by its `manifest.json`, which is written last and
-removed first; sizes and checksums in it tell whether the rest is whole, as on a disk.
-"""
+"""Copies of a run's checkpoints at a second place, made in the background."""
 
 from __future__ import annotations
 
-import json
 import logging
-import shutil
 import threading
 from dataclasses import dataclass
 from pathlib import Path
 
 from shardclip.errors import UserError
-from shardclip.training.checkpoint.storage import MANIFEST, fault, publish, published
+from shardclip.training.checkpoint.folders import LocalFolder, RemoteFolder
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class RemoteConfig:
-    """A second place for checkpoints."""
+    """Other places for checkpoints."""
 
+    checkpoint_dir: str | None = None
+    """Folder of the checkpoints; also a URL that fsspec writes (s3://BUCKET/RUN). Default: RUN/checkpoints"""
     remote_sync: str | None = None
     """Copy checkpoints in the background to this folder (s3://BUCKET/RUN, or what else fsspec writes)."""
     remote_sync_patience: float = 300.0
     """Seconds that the end of a run waits for copies that are not finished."""
-
-
-class RemoteFolder:
-    """Checkpoints under a URL.
-
-    Raises:
-        UserError: there is no driver for the URL's protocol.
-    """
-
-    def __init__(self, url: str) -> None:
-        from fsspec.core import url_to_fs
-
-        self.url = url.rstrip("/")
-        try:
-            self._fs, self._root = url_to_fs(self.url)
-        except (ImportError, ValueError) as error:
-            raise UserError(f"{url}: {error}") from None
-
-    def published(self) -> list[str]:
-        """Names of the checkpoints there, oldest first."""
-        self._fs.invalidate_cache()
-        found = self._fs.glob(f"{self._root}/samples-*/{MANIFEST}")
-        return sorted(str(path).split("/")[-2] for path in found)
-
-    def put(self, checkpoint: Path) -> None:
-        """Copy one that is published here; it is published there when this returns."""
-        target = f"{self._root}/{checkpoint.name}"
-        self._fs.makedirs(target, exist_ok=True)
-        files = sorted(checkpoint.iterdir(), key=lambda path: path.name == MANIFEST)
-        for file in files:
-            self._fs.put_file(str(file), f"{target}/{file.name}")
-
-    def get(self, name: str, folder: Path) -> Path:
-        """Copy one from there into a run's checkpoint folder, checked, published by a rename.
-
-        Raises:
-            UserError: it is not there, or not whole.
-        """
-        source, partial = f"{self._root}/{name}", folder / f"tmp-{name}-fetched"
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        try:
-            manifest = json.loads(self._fs.cat_file(f"{source}/{MANIFEST}"))
-            for file in [*manifest["files"], MANIFEST]:
-                self._fs.get_file(f"{source}/{file}", str(partial / file))
-        except (OSError, ValueError, KeyError) as error:
-            shutil.rmtree(partial)
-            raise UserError(f"{self.url}/{name}: cannot be fetched ({error})") from error
-        if (found := fault(partial)) is not None:
-            shutil.rmtree(partial)
-            raise UserError(f"{self.url}/{name}: not whole ({found})")
-        publish(partial, folder / name)
-        return folder / name
-
-    def begun(self) -> set[str]:
-        """Names of all there, those included that are not, or no longer, whole."""
-        if not self._fs.exists(self._root):
-            return set()
-        names = {str(path).rstrip("/").split("/")[-1] for path in self._fs.ls(self._root, detail=False)}
-        return {name for name in names if name.startswith("samples-")}
-
-    def remove(self, name: str) -> None:
-        """Remove one there, its manifest first."""
-        if self._fs.exists(manifest := f"{self._root}/{name}/{MANIFEST}"):
-            self._fs.rm_file(manifest)
-        self._fs.rm(f"{self._root}/{name}", recursive=True)
 
 
 def fetch_newest(remote: RemoteFolder, folder: Path) -> Path | None:
@@ -100,7 +30,7 @@ def fetch_newest(remote: RemoteFolder, folder: Path) -> Path | None:
 
     One that cannot be fetched whole is named in a warning and passed over.
     """
-    here = {path.name for path in published(folder)}
+    here = LocalFolder(folder).published()
     for name in reversed(remote.published()):
         if name in here:
             return None
@@ -119,7 +49,7 @@ class Mirror:
     """
 
     def __init__(self, folder: Path, remote: RemoteFolder) -> None:
-        self._folder, self._remote = folder, remote
+        self._local, self._remote = LocalFolder(folder), remote
         self._seen: set[str] = set()
         self._changed = threading.Condition()
         self._wanted = self._done = 0
@@ -161,12 +91,12 @@ class Mirror:
                 self._changed.notify_all()
 
     def _copy(self) -> None:
-        here = published(self._folder)
-        self._seen |= {path.name for path in here}
+        here = self._local.published()
+        self._seen |= set(here)
         there = self._remote.published()
-        for path in here:
-            if path.name not in there:
-                self._remote.put(path)
-        gone = self._seen - {path.name for path in published(self._folder)}
+        for name in here:
+            if name not in there:
+                self._remote.put(self._local.path_of(name))
+        gone = self._seen - set(self._local.published())
         for name in sorted(gone & self._remote.begun()):
             self._remote.remove(name)

@@ -1,4 +1,4 @@
-"""A checkpoint on disk: written aside, checked, published by one rename, and read without unpickling.
+"""A checkpoint's files: written with checksums, published last, and read without unpickling.
 
     RUN/checkpoints/samples-000001280000/
         __0_0.distcp ...   tensors, one file a process (torch.distributed.checkpoint)
@@ -7,7 +7,8 @@
         manifest.json      size and CRC-32 of each of these files
 
 A checkpoint is named by the samples seen, the clock of a run: steps and epochs change their length with the
-batch and the data, samples do not. A folder of that name is whole, because it is renamed from `tmp-*` last.
+batch and the data, samples do not. What makes it exist is the folder's business (`folders.py`): a rename on a
+disk, the manifest on a store that has no rename.
 """
 
 from __future__ import annotations
@@ -17,29 +18,34 @@ import json
 import os
 import pickle
 import re
-import shutil
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemBase
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+from upath import UPath
 
 from shardclip.errors import UserError
 
+AnyPath = Path | UPath
+"""On a disk, or by a URL that fsspec opens."""
 MANIFEST, STATE = "manifest.json", "state.json"
-_NAME = re.compile(r"samples-(\d{12})")
+NAME = re.compile(r"samples-(\d{12})")
 
 
 def checkpoint_name(samples_seen: int) -> str:
@@ -47,9 +53,9 @@ def checkpoint_name(samples_seen: int) -> str:
     return f"samples-{samples_seen:012d}"
 
 
-def samples_of(path: Path) -> int:
+def samples_of(path: AnyPath) -> int:
     """Samples seen by a checkpoint, from its folder's name."""
-    match = _NAME.fullmatch(path.name)
+    match = NAME.fullmatch(path.name)
     if match is None:
         raise UserError(
             f"{path}: not a checkpoint; its folder's name is not of the form samples-000000000000"
@@ -57,11 +63,27 @@ def samples_of(path: Path) -> int:
     return int(match[1])
 
 
-def published(folder: Path) -> list[Path]:
-    """The checkpoints in a run's checkpoint folder, oldest first. Not checked: see `fault`."""
-    if not folder.is_dir():
-        return []
-    return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir())
+class CheckpointFolder(Protocol):
+    """What a writer must know of where checkpoints are kept."""
+
+    def make_room(self, name: str) -> None:
+        """Before anything is written."""
+
+    def publish(self, partial: AnyPath, name: str, manifest: str) -> None:
+        """Make what is written a checkpoint of that name, whole or not at all."""
+
+
+def any_path(text: str) -> AnyPath:
+    """What a user names: a path, or a URL."""
+    return UPath(text) if "://" in text else Path(text)
+
+
+def file_system(path: AnyPath) -> tuple[FileSystemBase, Any]:
+    """DCP's way to the files of a folder, and the folder as it wants it."""
+    if isinstance(path, Path):
+        return FileSystem(), path
+    reader = FsspecReader(str(path))
+    return reader.fs, reader.path
 
 
 @dataclass(frozen=True)
@@ -72,7 +94,7 @@ class FileCheck:
     crc32: int
 
     @staticmethod
-    def of(path: Path) -> FileCheck:
+    def of(path: AnyPath) -> FileCheck:
         """Read a file and take both."""
         size = crc = 0
         with path.open("rb") as file:
@@ -81,11 +103,13 @@ class FileCheck:
         return FileCheck(size, crc)
 
 
-def fault(path: Path, part: int = 0, parts: int = 1) -> str | None:
+def fault(path: AnyPath, part: int = 0, parts: int = 1) -> str | None:
     """What is wrong with a checkpoint, or None: every file's size, and the content of one file in `parts`.
 
     Several processes share the reading: each is given its `part` of `parts`.
     """
+    if isinstance(path, UPath):
+        path.fs.invalidate_cache()
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         for number, (name, check) in enumerate(sorted(manifest["files"].items())):
@@ -95,28 +119,76 @@ def fault(path: Path, part: int = 0, parts: int = 1) -> str | None:
             if number % parts == part and FileCheck.of(path / name).crc32 != check["crc32"]:
                 return f"the content of {name} has changed since it was written"
     except FileNotFoundError as error:
-        return f"{Path(error.filename).name} is missing"
+        return f"{Path(error.filename or str(error)).name} is missing"
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
     return None
 
 
-class PublishingWriter(FileSystemWriter):
-    """DCP's writer, ending with checksums, a manifest and the rename that makes the checkpoint exist.
+class _Counted:
+    """A stream that keeps account of what is written to it."""
 
-    Both overridden methods run inside DCP's own agreement: an exception on one process fails the save on all.
+    def __init__(self, stream: Any) -> None:
+        self._stream, self._size, self._crc = stream, 0, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, block: Any) -> int:
+        """Write and count."""
+        self._size, self._crc = self._size + memoryview(block).nbytes, zlib.crc32(block, self._crc)
+        return self._stream.write(block)
+
+    @property
+    def check(self) -> FileCheck:
+        """What the file must be."""
+        return FileCheck(self._size, self._crc)
+
+
+class PublishingWriter(FileSystemWriter):
+    """DCP's writer, ending with a manifest of checksums and what makes the checkpoint exist in its folder.
+
+    All overridden methods run inside DCP's own agreement: an exception on one process fails the save on all.
     """
 
     def __init__(
-        self, partial: Path, final: Path, state: dict[str, Any], after_publish: Callable[[], None]
+        self,
+        folder: CheckpointFolder,
+        partial: AnyPath,
+        name: str,
+        state: dict[str, Any],
+        after_publish: Callable[[], None],
     ) -> None:
-        super().__init__(partial, overwrite=False, sync_files=True)
-        self._partial, self._final, self._after_publish = partial, final, after_publish
+        super().__init__(str(partial), overwrite=False, sync_files=isinstance(partial, Path))
+        self.fs, self.path = file_system(partial)  # type: ignore[assignment]
+        self._folder, self._partial, self._name = folder, partial, name
+        self._after_publish = after_publish
         self._state = json.dumps(state, indent=1)
+        self._checks: dict[str, FileCheck] = {}
+        create_stream = self.fs.create_stream
+
+        @contextmanager
+        def counted_stream(path: Any, mode: str) -> Iterator[Any]:
+            with create_stream(path, mode) as stream:
+                counted = _Counted(stream)
+                yield counted
+                self._checks[str(path).rpartition("/")[2]] = counted.check
+
+        self.fs.create_stream = counted_stream  # type: ignore[method-assign, assignment]
 
     def storage_meta(self) -> StorageMeta:
-        """Without the folder's path, which says nothing after the rename."""
+        """Without the folder's path, which says nothing after a rename."""
         return StorageMeta(save_id=self.save_id)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Make the folder."""
+        self.fs.mkdir(self.path)
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On rank 0, before anybody writes."""
+        self._folder.make_room(self._name)
+        return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this process's tensors, and send the check of each file along with the results."""
@@ -125,64 +197,33 @@ class PublishingWriter(FileSystemWriter):
         except RuntimeError as error:
             # torch's zip writer complains about its unfinished file, and hides what the disk said before.
             raise error.__context__ if isinstance(error.__context__, OSError) else error from None
-        for name in sorted({result.storage_data.relative_path for result in results}):
-            check = FileCheck.of(self._partial / name)
+        for name, check in sorted(self._checks.items()):
             results.append(WriteResult(MetadataIndex(name), check.size, check))
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On rank 0, after all have written: index, state, manifest, rename."""
+        """On rank 0, after all have written: index, state, manifest, and it is published."""
         everything = [result for of_rank in results for result in of_rank]
         checks = {r.index.fqn: r.storage_data for r in everything if isinstance(r.storage_data, FileCheck)}
         super().finish(metadata, [[r for r in everything if not isinstance(r.storage_data, FileCheck)]])
-        write_durably(self._partial / STATE, self._state)
-        for name in (".metadata", STATE):
-            checks[name] = FileCheck.of(self._partial / name)
+        checks[".metadata"] = self._checks[".metadata.tmp"]
+        checks[STATE] = write_durably(self._partial / STATE, self._state)
         files = {name: vars(check) for name, check in sorted(checks.items())}
-        write_durably(self._partial / MANIFEST, json.dumps({"files": files}, indent=1))
-        publish(self._partial, self._final)
+        self._folder.publish(self._partial, self._name, json.dumps({"files": files}, indent=1))
         self._after_publish()
 
 
-def publish(partial: Path, final: Path) -> None:
-    """Give a finished folder its name. One of that name from an earlier life of the run is replaced whole."""
-    sync_folder(partial)
-    if final.exists():
-        retired = partial.with_name(f"{partial.name}-replaced")
-        os.rename(final, retired)
-    os.rename(partial, final)
-    sync_folder(final.parent)
-
-
-def clear_unfinished(folder: Path) -> list[str]:
-    """Remove what a killed save left, and put back what it was about to replace; the names that are gone."""
-    for retired in folder.glob("tmp-*-replaced"):
-        match = _NAME.search(retired.name)
-        if match is not None and not (final := folder / match[0]).exists():
-            os.rename(retired, final)
-    unfinished = sorted(folder.glob("tmp-*"))
-    for path in unfinished:
-        shutil.rmtree(path)
-    return [path.name for path in unfinished]
-
-
-def write_durably(path: Path, text: str) -> None:
-    """Write a file and wait until it is on the disk."""
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_folder(path: Path) -> None:
-    """Wait until a folder's entries are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def write_durably(path: AnyPath, text: str) -> FileCheck:
+    """Write a file, wait until it is on the disk (a store has it once it is closed), say what it must be."""
+    content = text.encode()
+    with path.open("wb") as file:
+        file.write(content)
+        if isinstance(path, Path):
+            file.flush()
+            os.fsync(file.fileno())
+    return FileCheck(len(content), zlib.crc32(content))
 
 
 class _IndexUnpickler(pickle.Unpickler):
@@ -219,8 +260,10 @@ class SafeReader(FileSystemReader):
     Tensors themselves DCP reads by `torch.load(weights_only=True)`.
     """
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
+    def __init__(self, path: AnyPath) -> None:
+        super().__init__(str(path))
+        self.fs, self.path = file_system(path)  # type: ignore[assignment]
+        self._place = path
         self._index: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -230,7 +273,7 @@ class SafeReader(FileSystemReader):
             UserError: it is missing, or holds anything but tensors.
         """
         if self._index is None:
-            self._index = _read_index(Path(self.path))
+            self._index = _read_index(self._place)
         return self._index
 
     def tensors(self) -> dict[str, TensorStorageMetadata]:
@@ -264,7 +307,7 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {(named or lines)[0]}"
 
 
-def _read_index(path: Path) -> Metadata:
+def _read_index(path: AnyPath) -> Metadata:
     try:
         with (path / ".metadata").open("rb") as file:
             index = _IndexUnpickler(file).load()
@@ -286,7 +329,7 @@ def _read_index(path: Path) -> Metadata:
     return index
 
 
-def _describe(path: Path, place: Any) -> str:
+def _describe(path: AnyPath, place: Any) -> str:
     """What an entry that is no tensor would have been, found out without making it."""
     with (path / place.relative_path).open("rb") as file:
         file.seek(place.offset)
@@ -297,7 +340,7 @@ def _describe(path: Path, place: Any) -> str:
         return f"an object ({reason(error)})"
 
 
-def read_state(path: Path) -> dict[str, Any]:
+def read_state(path: AnyPath) -> dict[str, Any]:
     """What a checkpoint holds besides tensors.
 
     Raises:

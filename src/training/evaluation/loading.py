@@ -11,6 +11,7 @@ from shardclip.models.dual_encoder import DualEncoder
 from shardclip.models.export import CONFIG_NAME, WEIGHTS_NAME
 from shardclip.models.factory import ModelConfig, ModelSpec
 from shardclip.training.checkpoint.export import find, read_spec, unread_weights
+from shardclip.training.checkpoint.storage import AnyPath, any_path
 
 _WEIGHT_SUFFIXES = (".safetensors", ".pt", ".bin", ".pth")
 
@@ -20,7 +21,7 @@ class Saved:
     """A model that is found but not read."""
 
     spec: ModelSpec
-    checkpoint: Path | None
+    checkpoint: AnyPath | None
     """Folder of a checkpoint of ours; None if `config` says where the weights are."""
     config: ModelConfig
     origin: str
@@ -38,6 +39,9 @@ def locate(source: str, config: ModelConfig) -> Saved:
     Raises:
         UserError: there is no such model, or its weights or its architecture are not known.
     """
+    if "://" in source:
+        remote = find(any_path(source))
+        return Saved(read_spec(remote), remote, config, source)
     path = Path(source)
     if path.is_dir() and not (path / CONFIG_NAME).is_file():
         checkpoint = find(path)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardclip.training.distributed import Processes
-from shardclip.training.signals import Stopped
+from shardclip.training.signals import Stoppable, Stopped
 
 Item = TypeVar("Item")
 
@@ -26,18 +26,29 @@ def lockstep(batches: Iterable[Item], processes: Processes, what: str) -> Iterat
     One tiny collective per batch makes every rank leave the loop after the same number of turns. It waits for
     a rank that reads slowly as long as `dist_patience_minutes`, so that what follows it (a forward of a
     sharded model) finds all ranks ready and never meets its own, shorter limit. Rank 0 logs how far it is.
+    A wish to stop ends it on all ranks, also where the data of one has stalled.
 
     Raises:
         Stopped: some rank was asked to stop; on every rank.
         UserError, RemoteFailure: `batches` raised on some rank; the same error on every rank.
     """
-    iterator = iter(batches)
+    source = Stoppable(iter(batches), processes.stop)
+    try:
+        yield from _turns(source, processes, what)
+    finally:
+        source.close()
+
+
+def _turns(source: Stoppable[Item], processes: Processes, what: str) -> Iterator[Item | None]:
     turns, last_line = 0, time.monotonic()
+    exhausted = False
     while True:
         batch: Item | None = None
         failure: Exception | None = None
         try:
-            batch = next(iterator, None)
+            batch = None if exhausted else source.take()
+        except StopIteration:
+            exhausted = True
         except Exception as error:
             failure = error
         agreed = _highest(_state(batch, failure, processes), processes)

@@ -82,6 +82,7 @@ class Tracker:
         self._total = self._per_epoch = 1
         self._averages: dict[str, tuple[float, int]] = {}
         self._broken: set[str] = set()
+        self._report_files = processes.report_files
         run_folder.mkdir(parents=True, exist_ok=True)
         self._handlers = self._log_handlers(processes.rank)
         self._rank_names = _rank_names(processes.all_gather_object(processes.host))
@@ -101,6 +102,7 @@ class Tracker:
     def _log_handlers(self, rank: int) -> list[logging.Handler]:
         if rank == 0:
             path = self.folder / "out.log"
+            self._report_files.append(path)
         else:
             path = self.folder / "logs" / f"rank-{rank}.log"
             path.parent.mkdir(exist_ok=True)

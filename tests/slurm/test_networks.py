@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slurm
+
 WORK = """
 import sys, torch, torch.distributed as dist
 from shardclip.training.distributed import DistributedConfig
@@ -63,23 +65,32 @@ def machines() -> Iterator[dict[str, str]]:
             _ip("netns", "del", name)
 
 
-@pytest.mark.long
-def test_two_machines_meet_by_the_address_of_one(machines: dict[str, str], tmp_path: Path) -> None:
+LAUNCHERS = {
+    "shardclip": "launch.py --nproc 1 --nnodes 2 --rdzv-endpoint {endpoint} --node-address {address}",
+    # torchrun compares the endpoint with the addresses of the host's name, which here is no machine's.
+    "torchrun": "-m torch.distributed.run --nproc-per-node 1 --nnodes 2 --rdzv-backend c10d --rdzv-id run "
+    "--rdzv-endpoint {endpoint} --rdzv-conf is_host={first} --local-addr {address}",
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_two_machines_meet_by_the_address_of_one(
+    machines: dict[str, str], tmp_path: Path, launcher: str
+) -> None:
     (tmp_path / "work.py").write_text(WORK)
     (tmp_path / "launch.py").write_text(LAUNCH)
-    endpoint = f"{next(iter(machines.values()))}:29400"
-    flags = f"--nproc 1 --nnodes 2 --rdzv-endpoint {endpoint}"
-    launchers = [
-        subprocess.Popen(
-            f"ip netns exec {name} {sys.executable} launch.py {flags} --node-address {address} "
-            f"work.py {address}".split(),
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+    first = next(iter(machines.values()))
+    launchers = []
+    for name, address in machines.items():
+        flags = LAUNCHERS[launcher].format(
+            endpoint=f"{first}:29400", address=address, first=int(address == first)
         )
-        for name, address in machines.items()
-    ]
+        command = f"ip netns exec {name} {sys.executable} {flags} work.py {address}".split()
+        launchers.append(
+            subprocess.Popen(
+                command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+        )
     try:
         said = [launcher.communicate(timeout=180)[0] for launcher in launchers]
     finally:
