@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardclip.models.padding import mask_of_length, sees_padding
+from shardclip.models.packing import PackedTexts, end_mark, pack, take_packed
+from shardclip.models.padding import mask_of_length, sees_padding, without_padding
 
 
 class Encoded(NamedTuple):
@@ -46,6 +47,10 @@ class DualEncoder(nn.Module):
         self.visual = visual
         self.text = text
         self.sees_padding = sees_padding(text)
+        self.end_mark = end_mark(text)
+        """What captions are packed by; None for a text tower that takes one caption a row."""
+        if self.end_mark is not None:
+            take_packed(text)
         if text_decoder is not None:
             self.text_decoder = text_decoder
         self.logit_scale = nn.Parameter(torch.tensor(logit_scale, dtype=torch.float32))
@@ -53,10 +58,16 @@ class DualEncoder(nn.Module):
             None if logit_bias is None else nn.Parameter(torch.tensor(logit_bias, dtype=torch.float32))
         )
 
+    def text_input(self, tokens: Tensor) -> Tensor | PackedTexts:
+        """Token ids [T, L] on the CPU as what `forward` computes least for, to the same features."""
+        if self.end_mark is not None:
+            return pack(tokens, self.end_mark)
+        return tokens if self.sees_padding else without_padding(tokens)
+
     def forward(
         self,
         image: Tensor | None = None,
-        text: Tensor | None = None,
+        text: Tensor | PackedTexts | None = None,
         *,
         caption_pairs: tuple[Tensor, Tensor] | None = None,
         clamp_scale: tuple[float, float] | None = None,
@@ -65,7 +76,7 @@ class DualEncoder(nn.Module):
 
         Args:
             image: normalised pixels [I, 3, H, W], float.
-            text: token ids [T, L], int64; L may be less than the context unless the model `sees_padding`.
+            text: token ids [T, L], int64, or what `text_input` made of them.
             caption_pairs: rows of `image` and rows of `text` ([P] int64 each) to decode captions for.
             clamp_scale: bounds that the *logarithm* of the scale is clamped to, in place, before it is read.
         """
@@ -76,9 +87,9 @@ class DualEncoder(nn.Module):
         with self._computing():
             image_features, image_tokens = _encode(self.visual, image)
             with (
-                nullcontext()
-                if text is None or self.sees_padding
-                else mask_of_length(self.text, text.shape[1])
+                mask_of_length(self.text, text.shape[1])
+                if isinstance(text, Tensor) and not self.sees_padding
+                else nullcontext()
             ):
                 text_features, text_tokens = _encode(self.text, text)
             if caption_pairs is not None:
@@ -99,7 +110,7 @@ class DualEncoder(nn.Module):
         return torch.autocast(self.logit_scale.device.type, self.compute_dtype)
 
 
-def _encode(tower: nn.Module, inputs: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+def _encode(tower: nn.Module, inputs: Tensor | PackedTexts | None) -> tuple[Tensor | None, Tensor | None]:
     """Features, and the token embeddings that captioning towers return beside them."""
     if inputs is None:
         return None, None

@@ -1,7 +1,8 @@
 """Short captions without the padding that a text tower cannot see: a caption is 20 tokens, a context 77.
 
-In a causal tower that takes its features at the end mark, no token sees those after it. Cut to the longest
-caption, a batch has the same features and gradients, and costs what its tokens cost.
+In a causal tower that takes its features at the end mark, no token sees those after it. Cut to its longest
+caption, a batch has the same features and gradients. (Where nothing but the features is wanted of the tower,
+`packing.py` leaves out the padding of the other captions, too.)
 """
 
 from __future__ import annotations

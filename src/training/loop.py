@@ -95,6 +95,7 @@ class _Loop:
         self.progress["data"] = batch.state
         self.left_out.update(batch.skipped)
         self.meter.samples += result.totals.samples
+        self.meter.text_tokens += result.totals.text_tokens
         self.meter.steps += 1
         if self.run.ema is not None and not result.skipped:
             self.run.ema.update()
@@ -140,9 +141,9 @@ class _Loop:
         processes = self.run.processes
         own = self.meter.seconds["step"] / max(self.meter.steps, 1)
         rates = self.meter.read(processes.world_size)
-        if self.peak is not None and self.run.flops_per_sample is not None:
-            per_rank = rates["samples_per_second_per_gpu"]
-            rates["mfu"] = 3 * self.run.flops_per_sample * per_rank / self.peak
+        if self.peak is not None and self.run.flops is not None:
+            forward = self.run.flops.of(rates["text_tokens_per_sample"])
+            rates["mfu"] = 3 * forward * rates["samples_per_second_per_gpu"] / self.peak
         told = processes.all_gather_object((own, dict(self.left_out)))
         self.left_out.clear()
         self._report_left_out([counts for _, counts in told])
@@ -168,8 +169,14 @@ class _Loop:
             samples_per_epoch=length.samples_per_epoch,
             last=self.progress["steps"] == length.steps,
         )
+        return self._evaluate(tasks)
+
+    def _evaluate(self, tasks: Collection[Task]) -> bool:
+        """Whether the ranks agreed to stop in the middle; then the run that goes on has it to do."""
+        run, samples, steps = self.run, self.progress["samples"], self.progress["steps"]
         if not tasks:
             return False
+        self.progress["evaluating"] = sorted(tasks)
         run.processes.position.at("evaluate", steps)
         try:
             results = self._results(tasks)
@@ -180,16 +187,11 @@ class _Loop:
             self.tracker.evaluation(scalars(results), samples, steps)
         for picture in (result.picture for result in results if result.picture is not None):
             self.tracker.picture("retrieval", picture, samples, steps)
+        self.progress["evaluating"] = []
         self.meter.pause()
         return False
-        return self._evaluate(tasks)
-
-    def _evaluate(self, tasks: Collection[Task]) -> bool:
-        """Whether the ranks agreed to stop in the middle; then the run that goes on has it to do."""
-        run, samples, steps = self.run, self.progress["samples"], self.progress["steps"]
 
     def _results(self, tasks: Collection[Task]) -> list[Result]:
-        self.progress["evaluating"] = sorted(tasks)
         run = self.run
         with nullcontext() if run.ema is None else run.ema.swap():
             return evaluate(
@@ -200,7 +202,6 @@ class _Loop:
                 run.tokenize,
                 processes=run.processes,
                 tasks=tasks,
-        self.progress["evaluating"] = []
                 model_name=run.spec.name,
                 pretrained=run.folder.name,
             )

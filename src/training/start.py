@@ -35,9 +35,16 @@ from shardclip.training.parallel import Engine, ParallelConfig, parallelize
 from shardclip.training.schedule import Schedule, build_schedule
 from shardclip.training.step import TrainingStep
 from shardclip.training.teacher import build_teacher
-from shardclip.training.throughput import forward_flops
+from shardclip.training.throughput import PairFlops, forward_flops
 
 log = logging.getLogger(__name__)
+
+_TEXT_TOWER = {
+    (False, True): "causal, features at the end mark: captions are packed, padding is not computed",
+    (False, False): "causal, features at the end mark: captions are cut to the longest of the batch",
+    (True, False): "may see padding: captions are computed as long as the context",
+}
+"""What is done with padding: whether the tower sees it, and whether captions can be packed."""
 
 
 @dataclass
@@ -58,8 +65,7 @@ class Run:
     state: TrainState
     length: Length
     ema: Ema | None
-    flops_per_sample: int | None
-    """Of the forward pass of one pair."""
+    flops: PairFlops | None
 
 
 @dataclass(frozen=True)
@@ -170,7 +176,7 @@ def start_run(config: TrainConfig, folder: Path, processes: Processes) -> Run:
         optimizer,
         processes,
         pixels=lambda images: normalise(images, image_input),
-        blank_text=blank_text.to(processes.device),
+        blank_text=blank_text,
         blank_image=torch.zeros(1, 3, *image_input.size, dtype=torch.uint8, device=processes.device),
         pad_id=factory.pad_id(spec),
         accumulation=config.run.accum_freq,
@@ -188,15 +194,15 @@ def start_run(config: TrainConfig, folder: Path, processes: Processes) -> Run:
     if processes.is_primary:
         configuration.save(config, folder / "config.yaml")
         spec.save(folder / "model.json")
+        if config.remote.checkpoint_dir is not None:
+            copy = any_path(config.remote.checkpoint_dir) / "model.json"
+            copy.write_text((folder / "model.json").read_text(encoding="utf-8"), encoding="utf-8")
     return Run(
         config, processes, folder, spec, image_input, tokenize, engine, step, schedule, loader, checkpoints,
         state, length, ema, flops,
     )  # fmt: skip
 
 
-        if config.remote.checkpoint_dir is not None:
-            copy = any_path(config.remote.checkpoint_dir) / "model.json"
-            copy.write_text((folder / "model.json").read_text(encoding="utf-8"), encoding="utf-8")
 def _open_data(
     config: TrainConfig, image_input: ImageInput, tokenize: Tokenizer, processes: Processes
 ) -> tuple[TrainLoader, Length]:
@@ -218,14 +224,13 @@ def _open_data(
 
 def _report(
     spec: ModelSpec, model: DualEncoder, plan: ParameterPlan, image_input: ImageInput, blank_text: Tensor
-) -> int | None:
+) -> PairFlops | None:
     """Log what is learnt, and how; FLOPs of the forward pass of one pair."""
     flops = forward_flops(model, image_input.size, blank_text.shape[1])
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    counted = "an unknown number of" if flops is None else f"{flops:,}"
+    counted = "an unknown number of" if flops is None else f"{flops.of(blank_text.shape[1]):,.0f}"
     log.info("model %s: %s parameters, %s forward FLOPs a pair", spec.name, f"{parameters:,}", counted)
-    if not model.sees_padding:
-        log.info("text tower: causal, pooled at the end mark: captions are cut to the longest of the batch")
+    log.info("text tower: %s", _TEXT_TOWER[model.sees_padding, model.end_mark is not None])
     for row in trainable_table(model):
         log.info("group %-44s %15s trainable %15s frozen", row.group, f"{row.trainable:,}", f"{row.frozen:,}")
     for name, tensors, numbers in plan.table():
@@ -260,12 +265,12 @@ def _resume(
         steps=0,
         first_global_batch=length.global_batch,
         data=loader.state_dict(),
+        evaluating=[],
         config=settings,
     )
     path = checkpoints.to_resume()
     if path is not None:
         checkpoints.load(path, state)
-        evaluating=[],
         loader.load_state_dict(state.progress["data"])
         log.info("resumed %s: %s samples seen", path, f"{state.progress['samples']:,}")
     elif checkpoints.config.resume is not None:

@@ -10,17 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from shardclip.models.dual_encoder import DualEncoder, Encoded
 from shardclip.models.losses.caption import caption_cross_entropy, count_targets
 from shardclip.models.losses.gather import GlobalBatch, duplicate_rate, gather
-from shardclip.models.padding import sees_padding, without_padding
+from shardclip.models.packing import PackedTexts
 from shardclip.training.data.batch import Batch
 from shardclip.training.distributed import Processes
 from shardclip.training.loss_scale import LossScale
@@ -42,6 +43,8 @@ class Totals:
     texts: int
     pairs: int
     target_tokens: int
+    text_tokens: int
+    """Token ids that the text tower has to compute: without padding where it is packed."""
     ready: bool
     """Whether every rank has a batch."""
     stop: bool
@@ -79,7 +82,7 @@ class TrainingStep:
     pixels: Callable[[Tensor], Tensor]
     """uint8 images [I, 3, H, W] to what the image tower wants."""
     blank_text: Tensor
-    """Token ids [1, L] of an empty caption: stands in where a micro-batch has no text."""
+    """Token ids [1, L] of an empty caption, on the CPU: stands in where a micro-batch has no text."""
     blank_image: Tensor
     """[1, 3, H, W] uint8: stands in where a micro-batch has no image."""
     pad_id: int = 0
@@ -89,9 +92,10 @@ class TrainingStep:
     teacher: DualEncoder | None = None
 
     def __post_init__(self) -> None:
-        modules = {clean_name(name): module for name, module in self.engine.module.named_modules()}
-        teacher_sees_padding = self.teacher is not None and self.teacher.sees_padding
-        self.sees_padding = sees_padding(modules["text"]) or teacher_sees_padding
+        module = self.engine.module
+        self.encoder = cast(
+            DualEncoder, module.module if isinstance(module, DistributedDataParallel) else module
+        )
         norms = batch_norms(self.engine.module)
         self.image_norms = [norm for name, norm in norms.items() if name.startswith("visual.")]
         self.text_norms = [norm for name, norm in norms.items() if not name.startswith("visual.")]
@@ -104,8 +108,7 @@ class TrainingStep:
             totals: what `agree` said of this step; asked for here if not given.
         """
         totals = totals or self.agree(batch)
-        micro_batches = [self._prepared(micro) for micro in batch.split(self.accumulation)]
-        losses, rate = self._gradients(micro_batches, totals)
+        losses, rate = self._gradients(batch.split(self.accumulation), totals)
         parameters = self._drop_unused(totals)
         norm = float(gradient_norm(parameters)) / self.loss_scale.value
         finite = math.isfinite(norm)
@@ -130,12 +133,6 @@ class TrainingStep:
             culprits=culprits,
         )
 
-    def _prepared(self, batch: Batch) -> Batch:
-        """On the device; captions as long as the longest, where padding makes no difference."""
-        if not self.sees_padding:
-            batch = replace(batch, texts=without_padding(batch.texts))
-        return batch.to(self.processes.device)
-
     def agree(self, batch: Batch | None, save: bool = False) -> Totals:
         """Add up what the ranks hold and wish, in one small reduction; every rank calls it before a step.
 
@@ -143,18 +140,20 @@ class TrainingStep:
             batch: this rank's part of the step; None if it has none and only wants to be heard.
             save: whether this rank wants a checkpoint after the step.
         """
-        held = [0] * 5 if batch is None else self._holdings(batch)
+        held = [0] * 6 if batch is None else self._holdings(batch)
         counts = torch.tensor([*held, int(batch is not None), self.processes.stop.flag(), int(save)])
         if self.processes.is_distributed:
             dist.all_reduce(counts)
-        samples, images, texts, pairs, tokens, ready, stop, wish = counts.tolist()
+        samples, images, texts, pairs, targets, tokens, ready, stop, wish = counts.tolist()
         everyone = ready == self.processes.world_size
-        return Totals(samples, images, texts, pairs, tokens, everyone, stop > 0, wish > 0)
+        return Totals(samples, images, texts, pairs, targets, tokens, everyone, stop > 0, wish > 0)
 
     def _holdings(self, batch: Batch) -> list[int]:
         pairs = int(torch.isin(batch.image_sample, batch.text_sample).sum())
-        tokens = int(count_targets(batch.texts[:, 1:], self.pad_id)) if self.objective.is_captioning else 0
-        return [batch.samples, len(batch.images), len(batch.texts), pairs, tokens]
+        targets = int(count_targets(batch.texts[:, 1:], self.pad_id)) if self.objective.is_captioning else 0
+        mark = self.encoder.end_mark
+        tokens = batch.texts.numel() if mark is None else int(mark.lengths(batch.texts).sum())
+        return [batch.samples, len(batch.images), len(batch.texts), pairs, targets, tokens]
 
     def _gradients(self, micro_batches: list[Batch], totals: Totals) -> tuple[dict[str, Tensor], Tensor]:
         """Leave the whole batch's gradient on the parameters; the losses, and the rate of duplicates."""
@@ -203,7 +202,7 @@ class TrainingStep:
     def _teach(self, passes: Sequence[_Pass], whole: GlobalBatch) -> Teacher | None:
         if self.teacher is None:
             return None
-        encoded = [self.teacher(p.images, p.texts) for p in passes]
+        encoded = [self.teacher(p.images, p.texts_for(self.teacher)) for p in passes]
         images = torch.cat([p.real_images(out) for p, out in zip(passes, encoded, strict=True)])
         texts = torch.cat([p.real_texts(out) for p, out in zip(passes, encoded, strict=True)])
         return Teacher(whole.with_features(images, texts), encoded[0].logit_scale, encoded[0].logit_bias)
@@ -244,10 +243,10 @@ class TrainingStep:
 
     def _culprits(self, batch: Batch, parameters: Sequence[nn.Parameter]) -> list[str]:
         """Keys of this rank's samples whose features alone are not finite."""
-        batch = self._prepared(batch)
         with torch.no_grad(), _evaluating(self.engine.module):
             current = _Pass(self, batch)
             out = current.encode()
+        batch = current.batch
         bad = set(batch.image_sample[~current.real_images(out).isfinite().all(dim=1)].tolist())
         bad |= set(batch.text_sample[~current.real_texts(out).isfinite().all(dim=1)].tolist())
         return [batch.keys[sample] for sample in sorted(bad)]
@@ -269,12 +268,18 @@ class _Pass:
     """The forward passes of one micro-batch: equal on all ranks, whatever each of them holds."""
 
     def __init__(self, step: TrainingStep, batch: Batch) -> None:
+        """Put a batch on the device; its captions are read before, on the CPU, to lay them out."""
         self.step = step
-        self.batch = batch
         self.image_rows, self.text_rows = len(batch.images), len(batch.texts)
-        self.images = step.pixels(batch.images if self.image_rows else step.blank_image)
-        self.texts = batch.texts if self.text_rows else step.blank_text
+        self._tokens = batch.texts if self.text_rows else step.blank_text
+        self.texts = self.texts_for(step.encoder)
+        self.batch = batch.to(step.processes.device)
+        self.images = step.pixels(self.batch.images if self.image_rows else step.blank_image)
         self._random_state: tuple[Tensor, Tensor | None] | None = None
+
+    def texts_for(self, encoder: DualEncoder) -> Tensor | PackedTexts:
+        """The captions on the device, as a model takes them."""
+        return encoder.text_input(self._tokens).to(self.step.processes.device, non_blocking=True)
 
     def encode(self, *, captions: bool = False, again: bool = False) -> Encoded:
         """Forward with graph; `again` repeats the random numbers of `preview` and leaves statistics alone."""
@@ -328,6 +333,7 @@ class _Pass:
     def caption_labels(self) -> Tensor:
         """[P, L - 1] target tokens of the pairs; all padding where the pair is a blank."""
         _, text_rows = self._pairs()
+        assert isinstance(self.texts, Tensor)
         labels = self.texts[text_rows, 1:]
         if not (self.image_rows and self.text_rows and self._has_pair()):
             labels = torch.full_like(labels, self.step.pad_id)

@@ -26,19 +26,40 @@ _PEAK_BF16 = {
 """Dense bf16 (V100: fp16) FLOP/s by NVIDIA's data sheets; a longer name is looked for first."""
 
 
-def forward_flops(model: DualEncoder, image_size: tuple[int, int], context_length: int) -> int | None:
+@dataclass(frozen=True)
+class PairFlops:
+    """FLOPs of one pair's forward pass."""
+
+    text_token: float
+    """Of the text tower, for a token of a row as long as the context: packed or not, it stands in one."""
+    rest: int
+    """Of the image tower and, in a captioning model, the decoder."""
+
+    def of(self, text_tokens: float) -> float:
+        """FLOPs with so many tokens in the text tower: the real ones if it is packed, else the whole context.
+
+        Three times this is what MFU counts as a step's work: padding that is not computed is no work.
+        """
+        return self.rest + self.text_token * text_tokens
+
+
+def forward_flops(model: DualEncoder, image_size: tuple[int, int], context_length: int) -> PairFlops | None:
     """FLOPs of one pair's forward pass, counted on a model on the meta device; None if it cannot run."""
     image = torch.empty(1, 3, *image_size, device="meta")
     text = torch.zeros(1, context_length, dtype=torch.int64, device="meta")
     rows = torch.zeros(1, dtype=torch.int64, device="meta")
     pairs = (rows, rows) if hasattr(model, "text_decoder") else None
     try:
-        with torch.device("meta"), FlopCounterMode(display=False) as counter:
-            model(image, text, caption_pairs=pairs)
+        with torch.device("meta"):
+            with FlopCounterMode(display=False) as whole:
+                model(image, text, caption_pairs=pairs)
+            with FlopCounterMode(display=False) as alone:
+                model(text=text)
     except (NotImplementedError, RuntimeError):
         # A tower that looks at values (a mask of padding, say) has none to look at on the meta device.
         return None
-    return counter.get_total_flops()
+    of_text = alone.get_total_flops()
+    return PairFlops(of_text / context_length, whole.get_total_flops() - of_text)
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype | None) -> float | None:
@@ -54,6 +75,7 @@ class Meter:
     """Seconds and samples since the last reading: of the whole, and of what the data made it wait."""
 
     samples: int = 0
+    text_tokens: int = 0
     steps: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: {"data": 0.0, "step": 0.0})
     _last: float = field(default_factory=time.perf_counter)
@@ -78,9 +100,10 @@ class Meter:
             "batch_time": elapsed / steps,
             "samples_per_second": self.samples / elapsed,
             "samples_per_second_per_gpu": self.samples / elapsed / world_size,
+            "text_tokens_per_sample": self.text_tokens / max(self.samples, 1),
             "data_wait_share": min(1.0, self.seconds["data"] / elapsed),
         }
-        self.samples = self.steps = 0
+        self.samples = self.text_tokens = self.steps = 0
         self.seconds = {"data": 0.0, "step": 0.0}
         self._last = time.perf_counter()
         return rates

@@ -162,9 +162,9 @@ def _resident(field: str) -> int:
 def _batch(rows: int, size: int, length: int) -> Batch:
     numbers = torch.arange(rows)
     images = torch.randint(0, 256, (rows, 3, size, size), dtype=torch.uint8)
-    return Batch(
-        images, torch.ones(rows, length, dtype=torch.int64), numbers, numbers, numbers, ["key"] * rows
-    )
+    captions = torch.ones(rows, length, dtype=torch.int64)
+    captions[:, -1] = 2  # the end mark: a plan is for captions that fill the context
+    return Batch(images, captions, numbers, numbers, numbers, ["key"] * rows)
 
 
 def _run_steps(model_cfg: dict[str, Any], words: list[str]) -> None:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from shardclip.errors import UserError
-from shardclip.models.padding import without_padding
 from shardclip.training.data.batch import Batch
 from shardclip.training.distributed import Processes
 from shardclip.training.evaluation.lockstep import first_known, lockstep
@@ -91,8 +90,7 @@ def _encode(
             assert shapes is not None
             pixels = _or_blank(None if batch is None else batch.images, shapes[0], torch.uint8).to(device)
             captions = _or_blank(None if batch is None else batch.texts, shapes[1], torch.int64)
-            tokens = captions if encoder.sees_padding else without_padding(captions)
-            encoded = encoder(image=normalise(pixels), text=tokens.to(device))
+            encoded = encoder(image=normalise(pixels), text=encoder.text_input(captions).to(device))
             scale = float(encoded.logit_scale)
             if batch is not None:
                 images.add(encoded.image_features, batch.images, batch.image_sample + len(keys))

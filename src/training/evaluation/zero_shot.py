@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardclip.errors import UserError
-from shardclip.models.padding import without_padding
 from shardclip.training.distributed import Processes
 from shardclip.training.evaluation.lockstep import first_known, lockstep
 from shardclip.training.evaluation.names import prompts
@@ -63,8 +62,7 @@ def classifier(
     with undisturbed(model, processes) as encoder:
         for batch in lockstep(batches, processes, "zero-shot prompts"):
             offset, phase, part = batch or (0, 0, texts[:1])
-            tokens = tokenize(part) if encoder.sees_padding else without_padding(tokenize(part))
-            features = encoder(text=tokens.to(device)).text_features
+            features = encoder(text=encoder.text_input(tokenize(part)).to(device)).text_features
             if sums is None:
                 sums = torch.zeros(last - first, features.shape[1], dtype=torch.float64, device=device)
             if batch is not None:
