@@ -70,11 +70,14 @@ def rgb(picture: Image.Image) -> Pixels:
         raise Undecodable("image cannot be decoded") from error
 
 
-def resize(pixels: Tensor, size: tuple[int, int]) -> Tensor:
-    """[3, h, w] uint8 -> [3, H, W] uint8, bicubic with antialiasing."""
-    if pixels.shape[1:] == size:
-        return pixels
-    return interpolate(pixels[None], size, mode="bicubic", antialias=True)[0]
+def resize(pixels: Pixels, size: tuple[int, int]) -> Tensor:
+    """[h, w, 3] uint8, rows may have gaps between them -> [3, H, W] uint8, bicubic with antialiasing."""
+    # torch knows packed pixels by the strides, that of the batch included: unsqueezed after the permutation
+    # they would be unpacked first
+    packed = torch.from_numpy(pixels).unsqueeze(0).permute(0, 3, 1, 2)
+    if pixels.shape[:2] == size:
+        return packed[0]
+    return interpolate(packed, size, mode="bicubic", antialias=True)[0]
 
 
 def power_of_two_below(shrink: float) -> int:
@@ -199,9 +202,7 @@ class Fast:
         else:
             pixels = rgb(picture)
         top, left, down, across = (value // shrink for value in (top, left, down, across))
-        # the kernel takes twice as long for rows with gaps between them: a copy of the crop is cheaper
-        crop = np.ascontiguousarray(pixels[top : top + down, left : left + across])
-        return resize(torch.from_numpy(crop).permute(2, 0, 1), self._size)
+        return resize(pixels[top : top + down, left : left + across], self._size)
 
     def crop(self, width: int, height: int, chance: random.Random) -> tuple[int, int, int, int]:
         """Left, top, width and height of a random crop, by torchvision's rule for RandomResizedCrop."""

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from shardclip.training.data.batch import Batch
 from shardclip.training.data.config import DataConfig, suffixes
 from shardclip.training.data.decode import Decoder, Undecodable
-from shardclip.training.data.order import generator
+from shardclip.training.data.order import sample_seed
 from shardclip.training.data.sources import RawSample
 
 Tokenizer = Callable[[list[str]], Tensor]
@@ -75,13 +75,11 @@ class Captions:
         filled = [(texts, weight) for texts, weight in zip(fields, weights, strict=False) if texts and weight]
         if not filled:
             return None
-        chance = np.random.Generator(np.random.PCG64(seed))
-        chosen = 0
+        chance = random.Random(seed)
+        texts = filled[0][0]
         if self._weights is not None and len(filled) > 1:
-            shares = np.array([weight for _, weight in filled])
-            chosen = int(chance.choice(len(filled), p=shares / shares.sum()))
-        texts = filled[chosen][0]
-        return texts[0] if len(texts) == 1 else texts[int(chance.integers(len(texts)))]
+            texts = chance.choices(*zip(*filled, strict=True))[0]
+        return texts[0] if len(texts) == 1 else chance.choice(texts)
 
 
 def _texts(value: Any) -> list[str]:
@@ -107,7 +105,7 @@ class SampleMaker:
         """
         if raw.problem is not None:
             raise LeftOut(raw.problem)
-        seed = int(generator(*place).integers(2**62)) if place else 0
+        seed = sample_seed(*place) if place else 0
         captions = self._chosen(raw, seed)
         content = raw.parts.get("image")
         if content is None and (not captions or not self._keep_unpaired):
@@ -144,8 +142,8 @@ def collate(
     """The batch of some samples, in their order."""
     pictures = [(row, sample.pixels) for row, sample in enumerate(samples) if sample.pixels is not None]
     images = torch.empty(len(pictures), 3, *size, dtype=torch.uint8)
-    for image, (_, pixels) in zip(images, pictures, strict=True):
-        image.copy_(pixels)
+    for image, (_, pixels) in zip(images.numpy(), pictures, strict=True):
+        image[...] = pixels.numpy()  # numpy unpacks pixels three times as fast as torch
     texts = [(row, caption) for row, sample in enumerate(samples) for caption in sample.captions]
     # a tokenizer knows its width only from a text: an empty batch of texts is a slice of one
     tokens = tokenize([caption for _, caption in texts] or [""])[: len(texts)]

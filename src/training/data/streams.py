@@ -160,6 +160,8 @@ class SeekingStream:
         self._data = data
         self._at = position
         self._reading = reading
+        self._epoch: int | None = None
+        self._interval = (0, 0)
         self._block: tuple[int, int] | None = None
         self._entries: list[Located] = []
 
@@ -184,10 +186,14 @@ class SeekingStream:
         """This stream's interval of the epoch, after going on to the next epoch if this one is at its end."""
         while True:
             at = self._at
-            samples = self._data.plan(at.epoch).samples
-            start, stop = share(samples, at.before, self.number, self._data.streams)
+            if self._epoch != at.epoch:
+                samples = self._data.plan(at.epoch).samples
+                self._interval = share(samples, at.before, self.number, self._data.streams)
+                self._epoch = at.epoch
+            start, stop = self._interval
             if at.taken < stop - start:
                 return start, stop
+            samples = self._data.plan(at.epoch).samples
             self._at = Position(at.epoch + 1, at.before + samples, 0, at.place)
 
     def _load_block(self, block: int, start: int, stop: int) -> None:
