@@ -201,32 +201,28 @@ def finish(): raise OSError("the server is away")
 """
 
 
+@pytest.mark.parametrize("module", ["wandb", "trackio"])
 def test_a_tracker_of_others_is_fed_and_never_stops_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "wandb.py").write_text(WANDB)
+    (tmp_path / f"{module}.py").write_text(WANDB)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
     for _ in range(2):
-        config = TrackingConfig(report_to="wandb", wandb_project_name="p", wandb_notes="n")
+        config = TrackingConfig(report_to=module, wandb_project_name="p", wandb_notes="n")
         with Tracker(config, tmp_path / "run", alone(), settings={"lr": 1.0}) as tracker:
             tracker.begin(2000, 1000)
             tracker.step({"loss": 1.0}, 100, 1)
     calls = read(tmp_path / "calls")
     assert [call[0] for call in calls] == ["init", "log", "init", "log"]
     assert calls[0][1] == calls[2][1]
-    assert calls[0][1] == {
-        "project": "p",
-        "name": "run",
-        "config": {"lr": 1.0},
-        "notes": "n",
-        "id": "abc",
-        "resume": "allow",
-    }
+    of_wandb = {"notes": "n", "id": "abc"} if module == "wandb" else {}
+    settings = {"project": "p", "name": "run", "config": {"lr": 1.0}, "resume": "allow"}
+    assert calls[0][1] == settings | of_wandb
     assert calls[1][1] == {"names": ["samples_seen", "step", "train/loss"], "step": 1}
-    assert "wandb failed and may lack numbers" in capsys.readouterr().out
-    monkeypatch.delitem(sys.modules, "wandb")
+    assert f"{module} failed and may lack numbers" in capsys.readouterr().out
+    monkeypatch.delitem(sys.modules, module)
 
 
 def test_a_missing_or_unknown_tracker_is_a_users_mistake(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import difflib
 import json
 import logging
 import math
+import pickle
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +24,9 @@ from torch import Tensor, nn
 
 from shardclip.errors import UserError
 from shardclip.models.dual_encoder import DualEncoder
+from shardclip.models.weights import read_file
 
+_log = logging.getLogger(__name__)
 _CONFIG_FILE = "open_clip_config.json"
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -278,14 +281,31 @@ def _load_weights(model: nn.Module, spec: ModelSpec, config: ModelConfig) -> Non
     from open_clip import load_checkpoint
 
     path = _weights_file(spec, config)
+    _tell_what_differs(path, model)
     try:
         load_checkpoint(model, str(path), strict=True, weights_only=True)
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError, pickle.UnpicklingError) as error:
         first_lines = "\n".join(line[:300] for line in str(error).splitlines()[:4])
         raise UserError(
             f"--pretrained {config.pretrained} does not fit {spec.name}:\n{first_lines}"
         ) from None
     model.float()
+
+
+def _tell_what_differs(path: Path, model: nn.Module) -> None:
+    """Log what of a file is not taken as it is: an optimizer's moments, and positions of another number."""
+    try:
+        content = {} if path.suffix in (".npz", ".npy") else read_file(path)
+    except UserError:
+        return  # a form that open_clip converts, or an error that its loader tells
+    if content.get("optimizer"):
+        _log.info("%s: weights alone are taken, not the moments of its optimizer; --resume takes both", path)
+    own = dict(model.named_parameters())
+    for name, value in content.get("state_dict", content).items():
+        bare = name.removeprefix("module.")
+        parameter = own.get(bare, own.get(f"text.{bare}"))
+        if bare.endswith("positional_embedding") and parameter is not None and parameter.shape != value.shape:
+            _log.info("%s: %s is resized from %s to %s", path, bare, [*value.shape], [*parameter.shape])
 
 
 def _weights_file(spec: ModelSpec, config: ModelConfig) -> Path:

@@ -16,8 +16,8 @@ def test_a_line_every_quarter_of_a_minute(
     caplog.set_level(logging.INFO)
     counted = [Progress("chunks", 2000, is_primary=True), Progress("texts", None, is_primary=True)]
     silent = Progress("nothing", 2000, is_primary=False)
-    for _ in range(1200):
-        now[0] += 0.03
+    for _ in range(1500):
+        now[0] += 1 / 64
         for each in (*counted, silent):
             each.advance()
-    assert caplog.messages == ["chunks: 501 of 2,000", "texts: 501", "chunks: 1,002 of 2,000", "texts: 1,002"]
+    assert caplog.messages == ["chunks: 961 of 2,000", "texts: 961"]

@@ -80,14 +80,14 @@ def _trained(spec: ModelSpec) -> nn.Module:
     return model
 
 
-def _inputs(size: int) -> tuple[Tensor, Tensor]:
-    text = torch.randint(1, 60, (3, 8))
+def _inputs(size: int, length: int) -> tuple[Tensor, Tensor]:
+    text = torch.randint(1, 60, (3, length))
     text[:, -1] = 63
     return torch.randn(3, 3, size, size), text
 
 
-def _same_features(ours: nn.Module, theirs: nn.Module) -> None:
-    image, text = _inputs(theirs.visual.image_size[0])
+def _same_features(ours: nn.Module, theirs: nn.Module, length: int = 8) -> None:
+    image, text = _inputs(theirs.visual.image_size[0], length)
     with torch.no_grad():
         encoded = ours.eval()(image, text)
         theirs.eval()
@@ -192,6 +192,32 @@ def test_files_of_open_clip_open_here(spec: ModelSpec, tmp_path: Path) -> None:
         ours = build(spec)
         ours.load_state_dict(read_weights(path))
         _same_features(ours, theirs)
+
+
+def test_positions_are_resized_and_moments_left_and_that_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    small = CONFIGS["CLIP"]
+    large = small | {
+        "vision_cfg": small["vision_cfg"] | {"image_size": 32},
+        "text_cfg": small["text_cfg"] | {"context_length": 12},
+    }
+    models = []
+    for place, model_cfg in (("small", small), ("large", large)):
+        (tmp_path / place).mkdir()
+        content = {"model_cfg": model_cfg, "preprocess_cfg": PREPROCESS}
+        (tmp_path / place / "open_clip_config.json").write_text(json.dumps(content))
+        models.append(open_clip.create_model(f"local-dir:{tmp_path / place}", load_weights=False))
+    saved, theirs = models
+    path = tmp_path / "epoch_1.pt"
+    torch.save({"epoch": 1, "state_dict": saved.state_dict(), "optimizer": {"state": {0: {}}}}, path)
+    caplog.set_level("INFO", "shardclip")
+    ours = build(ModelSpec("CLIP", large, PREPROCESS), ModelConfig(pretrained=str(path)))
+    open_clip.load_checkpoint(theirs, str(path))
+    _same_features(ours, theirs, length=12)
+    assert "visual.positional_embedding is resized from [5, 32] to [17, 32]" in caplog.text
+    assert " positional_embedding is resized from [8, 32] to [12, 32]" in caplog.text
+    assert "not the moments of its optimizer" in caplog.text
 
 
 def test_names_survive_the_way_out_and_back(spec: ModelSpec) -> None:
