@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from shardclip.models import factory
 from shardclip.models.batch_norm import convert_batch_norm
 from shardclip.models.dual_encoder import DualEncoder
+from shardclip.models.factory import ModelSpec
 from shardclip.models.locking import LockConfig, lock
 from shardclip.training.distributed import current
 from shardclip.training.objective import Objective, ObjectiveConfig
@@ -39,7 +40,7 @@ def pixels(images: Tensor) -> Tensor:
 
 
 def training_step(
-    kind: str,
+    kind: str | ModelSpec,
     engine: str,
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = record,
     *,
@@ -52,7 +53,7 @@ def training_step(
 ) -> TrainingStep:
     """The step of the tiny model `kind` (see `tiny.spec`) under an engine; weights from seed 0."""
     processes = current()
-    spec = tiny.spec(kind, **(vision or {}))
+    spec = kind if isinstance(kind, ModelSpec) else tiny.spec(kind, **(vision or {}))
     shard = processes.world_size // 2 if engine == "hsdp" and processes.world_size > 2 else None
     settings = {"precision": "fp32", "fsdp_shard_size": shard, **parallel}
     model = factory.build_meta(spec)
@@ -65,7 +66,7 @@ def training_step(
     laid = parallelize(model, config, processes, source=source, blank_text=tiny.blank_text())
     return TrainingStep(
         laid,
-        Objective(objective or ObjectiveConfig(siglip=kind == "siglip"), spec),
+        Objective(objective or ObjectiveConfig(siglip=spec.is_sigmoid), spec),
         optimizer([p for p in laid.module.parameters() if p.requires_grad]),
         processes,
         pixels=pixels,

@@ -163,6 +163,9 @@ def _contradictions(config: TrainConfig) -> list[tuple[bool, str]]:
         "--fsdp-min-params": parallel.fsdp_min_params,
         "--fsdp-shard-size": parallel.fsdp_shard_size,
         "--fsdp-no-reshard-after-forward": parallel.fsdp_no_reshard_after_forward,
+        "--fsdp-keep-gathered": parallel.fsdp_keep_gathered,
+        "--fsdp-forward-prefetch": parallel.fsdp_forward_prefetch,
+        "--fsdp-backward-prefetch": parallel.fsdp_backward_prefetch > 1,
         "--fsdp-cpu-offload": parallel.fsdp_cpu_offload,
     }
     asked = [flag for flag, value in only_sharded.items() if value]
@@ -203,6 +206,10 @@ def _contradictions(config: TrainConfig) -> list[tuple[bool, str]]:
         (
             bool(asked) and not sharded,
             f"{', '.join(asked)}: only with --fsdp",
+        ),
+        (
+            bool(parallel.fsdp_keep_gathered) and parallel.fsdp_no_reshard_after_forward,
+            "--fsdp-keep-gathered names some units, --fsdp-no-reshard-after-forward all of them: give one",
         ),
         (
             config.distributed.device == "cpu" and parallel.precision in ("amp", "fp16"),

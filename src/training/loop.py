@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any
 
 from shardclip.errors import UserError
+from shardclip.training import compilation
 from shardclip.training.config import TrainConfig, as_dict
 from shardclip.training.data.batch import Batch
 from shardclip.training.data.loader import merge_states
@@ -56,6 +57,8 @@ class _Loop:
         self.left_out: Counter[str] = Counter()
         self.saved_at = time.monotonic()
         self.peak = peak_flops(run.processes.device, run.engine.compute_dtype)
+        self.compilations = compilation.Compilations() if run.config.parallel.torchcompile else None
+        self.recompiled = 0
 
     @property
     def progress(self) -> dict[str, Any]:
@@ -133,7 +136,7 @@ class _Loop:
         }
         if result.logit_bias is not None:
             metrics["logit_bias"] = float(result.logit_bias)
-        metrics |= self._rates()
+        metrics |= self._rates() | self._recompilations()
         self.tracker.step(metrics, samples, step)
 
     def _rates(self) -> dict[str, float]:
@@ -153,6 +156,16 @@ class _Loop:
             rates["slowest_rank"] = slowest
             rates["step_time_spread"] = seconds[slowest] / max(median(seconds), 1e-9) - 1
         return rates
+
+    def _recompilations(self) -> dict[str, float]:
+        """Graphs that torch.compile made after the first step, on the rank with most; more are warned of."""
+        if self.compilations is None:
+            return {}
+        by_rank = self.run.processes.all_gather_object(self.compilations.again())
+        if text := compilation.warning(self.recompiled, by_rank):
+            self.tracker.warning(text)
+        self.recompiled = max(by_rank)
+        return {"recompilations": self.recompiled}
 
     def _report_left_out(self, counts: list[dict[str, int]]) -> None:
         total = sum(map(Counter, counts), Counter())

@@ -5,13 +5,12 @@ Freezing and the decay set come before, on the plain model. Here: recompute -> c
 
 from __future__ import annotations
 
-import functools
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -31,7 +30,16 @@ from torch.utils.checkpoint import checkpoint
 from shardclip.errors import UserError
 from shardclip.models.dual_encoder import DualEncoder
 from shardclip.training.distributed import Processes
-from shardclip.training.units import Unit, find_blocks, find_units, select, table, towers
+from shardclip.training.units import (
+    Unit,
+    find_blocks,
+    find_units,
+    runs_in_order,
+    select,
+    select_names,
+    table,
+    towers,
+)
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +77,14 @@ class ParallelConfig:
     """Shard within so many ranks and replicate across (HSDP). Default: the processes of a node."""
     fsdp_no_reshard_after_forward: bool = False
     """Keep gathered parameters from forward to backward: less traffic, more memory."""
+    fsdp_keep_gathered: tuple[str, ...] = ()
+    """The same for some units only: names (visual.transformer.resblocks.47, text for the rest of that tower),
+    class names, or regular expressions on either."""
+    fsdp_forward_prefetch: int = 0
+    """Units that a unit asks for ahead of itself in forward. 0 leaves it to FSDP2, which gathers the next one
+    as soon as the host comes to it; more helps where the host is late, for the memory of so many units."""
+    fsdp_backward_prefetch: int = 1
+    """Units that a unit asks for ahead of itself in backward; 1 is FSDP2's own way."""
     fsdp_cpu_offload: bool = False
     """Keep parameters, gradients and moments in the memory of the host."""
     fsdp_gradient_reduction_precision: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -87,6 +103,16 @@ class ParallelConfig:
     """Backend of torch.compile."""
     torchcompile_mode: str | None = None
     """Mode of torch.compile."""
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("fsdp_forward_prefetch", 0),
+            ("fsdp_backward_prefetch", 1),
+            ("grad_checkpointing_every", 1),
+        ):
+            if getattr(self, name) < least:
+                flag = f"--{name.replace('_', '-')}"
+                raise UserError(f"{flag} {getattr(self, name)}: must be {least} or more")
 
     def engine(self, world_size: int) -> EngineKind:
         """The engine that the flags ask for on `world_size` processes.
@@ -195,7 +221,8 @@ def lay_out(model: DualEncoder, config: ParallelConfig, processes: Processes) ->
     _recompute(model, config)
     _compile(model, config)
     if sharded:
-        _shard(model, [unit.name for unit in units], config, _mesh(kind, config, processes))
+        _shard(model, units, config, _mesh(kind, config, processes))
+        _prefetch(model, units, config)
     else:
         model.compute_dtype = config.compute_dtype
     return units
@@ -216,7 +243,15 @@ def _recompute(model: DualEncoder, config: ParallelConfig) -> None:
     for name in names[:: config.grad_checkpointing_every]:
         block = model.get_submodule(name)
         # On the instance, so that no parameter's name changes (torch's checkpoint_wrapper changes them).
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+        block.forward = _recomputed(block.forward)  # type: ignore[method-assign]
+
+
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    # A function of Python's own: torch.compile looks into it, and would skip a partial of `checkpoint`.
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return recomputed
 
 
 def _compile(model: DualEncoder, config: ParallelConfig) -> None:
@@ -257,7 +292,7 @@ def _mesh(kind: EngineKind, config: ParallelConfig, processes: Processes) -> Dev
     )
 
 
-def _shard(model: DualEncoder, unit_names: Sequence[str], config: ParallelConfig, mesh: DeviceMesh) -> None:
+def _shard(model: DualEncoder, units: Sequence[Unit], config: ParallelConfig, mesh: DeviceMesh) -> None:
     reduce_dtype = _DTYPES[config.fsdp_gradient_reduction_precision] or torch.float32
     precision = MixedPrecisionPolicy(param_dtype=config.compute_dtype, reduce_dtype=reduce_dtype)
     offload = (
@@ -267,17 +302,16 @@ def _shard(model: DualEncoder, unit_names: Sequence[str], config: ParallelConfig
     )
     # Features are views of a tower's output; nothing here works on them in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    shard = functools.partial(
-        fully_shard,
-        mesh=mesh,
-        mp_policy=precision,
-        offload_policy=offload,
-        reshard_after_forward=not config.fsdp_no_reshard_after_forward,
-    )
-    for name in unit_names:
-        shard(model.get_submodule(name))
-    for _, tower in towers(model):
-        shard(tower)
+    names = [unit.name for unit in units] + [name for name, _ in towers(model)]
+    kept = select_names(model, "--fsdp-keep-gathered", names, config.fsdp_keep_gathered)
+    for name in names:
+        fully_shard(
+            model.get_submodule(name),
+            mesh=mesh,
+            mp_policy=precision,
+            offload_policy=offload,
+            reshard_after_forward=not (config.fsdp_no_reshard_after_forward or name in kept),
+        )
     # The root holds scale and bias alone. They stay whole and fp32 on every rank: see docs/design.md, 8.
     fully_shard(
         model,
@@ -286,6 +320,17 @@ def _shard(model: DualEncoder, unit_names: Sequence[str], config: ParallelConfig
         offload_policy=offload,
         ignored_params=_scalars(model),
     )
+
+
+def _prefetch(model: DualEncoder, units: Sequence[Unit], config: ParallelConfig) -> None:
+    ahead, behind = config.fsdp_forward_prefetch, config.fsdp_backward_prefetch
+    for names in runs_in_order(model, units):
+        modules = [cast(FSDPModule, model.get_submodule(name)) for name in names]
+        for place, module in enumerate(modules):
+            if ahead:
+                module.set_modules_to_forward_prefetch(modules[place + 1 : place + 1 + ahead])
+            if behind > 1:
+                module.set_modules_to_backward_prefetch(modules[max(place - behind, 0) : place][::-1])
 
 
 def _materialize(model: nn.Module, device: torch.device) -> None:

@@ -85,6 +85,40 @@ def select(model: nn.Module, flag: str, patterns: Sequence[str]) -> list[str]:
     ]
 
 
+def select_names(model: nn.Module, flag: str, names: Sequence[str], patterns: Sequence[str]) -> set[str]:
+    """Those of the modules `names` whose name or class a pattern fits whole; `flag` is named in the error.
+
+    Raises:
+        UserError: a pattern fits none.
+    """
+    classes = {name: type(model.get_submodule(name)).__name__ for name in names}
+    chosen: set[str] = set()
+    for pattern in patterns:
+        _check_regex(flag, pattern)
+        found = {name for name, of in classes.items() if matches(name, [pattern]) or matches(of, [pattern])}
+        if not found:
+            near = difflib.get_close_matches(pattern, [*names, *set(classes.values())], n=3)
+            raise UserError(
+                f"{flag} {pattern}: no unit of that name or class; "
+                f"nearest: {', '.join(near) or 'none'}. The units are {_list(Counter(classes.values()))}"
+            )
+        chosen |= found
+    return chosen
+
+
+def runs_in_order(model: nn.Module, units: Sequence[Unit]) -> list[list[str]]:
+    """Names of units that stand in one list (`nn.Sequential`, `nn.ModuleList`) and so run one after another.
+
+    The order of other modules' children says nothing about when they run.
+    """
+    lists: dict[str, list[str]] = {}
+    for unit in units:
+        parent = unit.name.rpartition(".")[0]
+        if isinstance(model.get_submodule(parent), _CONTAINERS):
+            lists.setdefault(parent, []).append(unit.name)
+    return list(lists.values())
+
+
 def find_blocks(tower: nn.Module) -> list[tuple[str, nn.Module]]:
     """The repeated blocks of a tower, with their names: by well-known class names, else by structure.
 
@@ -152,14 +186,18 @@ def _unit(name: str, module: nn.Module) -> Unit:
 def _check_patterns(flag: str, model: nn.Module, patterns: Sequence[str]) -> None:
     classes = Counter(type(module).__name__ for _, tower in towers(model) for module in tower.modules())
     for pattern in patterns:
-        try:
-            found = any(re.fullmatch(pattern, name) for name in classes)
-        except re.error as error:
-            raise UserError(f"{flag} {pattern}: not a regular expression ({error})") from None
-        if not found:
+        _check_regex(flag, pattern)
+        if not any(re.fullmatch(pattern, name) for name in classes):
             near = difflib.get_close_matches(pattern, classes, n=3)
             hint = f"nearest: {', '.join(near)}; " if near else ""
             raise UserError(f"{flag} {pattern}: no module of that class; {hint}there are: {_list(classes)}")
+
+
+def _check_regex(flag: str, pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise UserError(f"{flag} {pattern}: not a regular expression ({error})") from None
 
 
 def _no_unit(tower_name: str, tower: nn.Module, patterns: Sequence[str], min_parameters: int | None) -> str:

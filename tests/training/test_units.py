@@ -10,7 +10,8 @@ from torch import nn
 from shardclip.errors import UserError
 from shardclip.models import factory
 from shardclip.models.factory import ModelConfig
-from shardclip.training.units import find_blocks, find_units, select, table
+from shardclip.training.parallel import ParallelConfig
+from shardclip.training.units import find_blocks, find_units, runs_in_order, select, table
 
 
 def classes(name: str) -> Counter[tuple[str, str]]:
@@ -120,7 +121,7 @@ def test_the_table_accounts_for_every_parameter_of_the_towers() -> None:
 
 def test_recompute_of_every_second_block_leaves_names_and_results_alone() -> None:
     from shardclip.training.distributed import current
-    from shardclip.training.parallel import ParallelConfig, parallelize
+    from shardclip.training.parallel import parallelize
 
     torch.manual_seed(0)
     images, texts = torch.randn(2, 3, 32, 32), tiny.batch([], [0, 1], 2).texts
@@ -142,3 +143,27 @@ def test_recompute_of_every_second_block_leaves_names_and_results_alone() -> Non
     plain, recomputed = outputs
     assert plain.keys() == recomputed.keys()
     assert all(torch.equal(plain[name], recomputed[name]) for name in plain)
+
+
+def test_units_of_one_list_run_in_order_and_others_are_left_apart() -> None:
+    model = tiny.build("coca")
+    lists = runs_in_order(model, find_units(model))
+    parents = [{name.rpartition(".")[0] for name in names} for names in lists]
+    assert sorted(len(names) for names in lists) == [2, 2, 2, 2]
+    assert all(len(found) == 1 for found in parents)
+    # Attention and feed-forward of a block are no list: nothing says which of them runs first.
+    inside = find_units(model, ["MultiheadAttention"])
+    assert runs_in_order(model, inside) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"fsdp_forward_prefetch": -1}, "--fsdp-forward-prefetch -1: must be 0 or more"),
+        ({"fsdp_backward_prefetch": 0}, "--fsdp-backward-prefetch 0: must be 1 or more"),
+        ({"grad_checkpointing_every": 0}, "--grad-checkpointing-every 0: must be 1 or more"),
+    ],
+)
+def test_counts_out_of_range_are_refused(settings: dict[str, int], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        ParallelConfig(**settings)
