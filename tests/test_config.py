@@ -59,10 +59,10 @@ def test_a_saved_configuration_is_read_back_the_same(tmp_path: Path) -> None:
 
 def test_a_mapping_is_written_as_open_clip_writes_it(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text("train_data: a.tar\naug_cfg:\n  scale: [0.9, 1.0]\n  color_jitter_prob: 0.4\n")
+    file.write_text("train_data: a.tar\naug_cfg:\n  scale: [0.9, 1.0]\n  gray_scale_prob: 0.4\n")
     assert config.parse(["--config", str(file)]).data.augmentation() == {
         "scale": [0.9, 1.0],
-        "color_jitter_prob": 0.4,
+        "gray_scale_prob": 0.4,
     }
 
 

@@ -15,7 +15,7 @@ from shardclip.errors import UserError
 from shardclip.training import compilation
 from shardclip.training.config import TrainConfig, as_dict
 from shardclip.training.data.batch import Batch
-from shardclip.training.data.loader import merge_states
+from shardclip.training.data.loader import account, merge_states
 from shardclip.training.distributed import Processes
 from shardclip.training.evaluation.config import Task
 from shardclip.training.evaluation.results import Result, scalars
@@ -237,6 +237,7 @@ class _Loop:
         if not run.config.parallel.use_bn_sync:
             average_statistics(run.engine.module)
         self.progress["data"] = merge_states(run.processes.all_gather_object(own))
+        log.info("data: %s", account(self.progress["data"]))
         run.checkpoints.save(self.progress["samples"], run.state)
         self.progress["data"] = own
         self.saved_at = time.monotonic()

@@ -23,6 +23,8 @@ from shardclip.training import config as configuration
 from shardclip.training.checkpoint import Checkpoints, TrainState
 from shardclip.training.checkpoint.storage import any_path
 from shardclip.training.config import TrainConfig
+from shardclip.training.data.config import DataConfig
+from shardclip.training.data.counting import count_remote, total
 from shardclip.training.data.image_input import ImageInput, normalise
 from shardclip.training.data.loader import TrainLoader, train_loader
 from shardclip.training.data.samples import Tokenizer
@@ -158,8 +160,10 @@ def start_run(config: TrainConfig, folder: Path, processes: Processes) -> Run:
         optimizer = build_optimizer(engine.module, plan, config.optimizer)
         teacher = build_teacher(config.objective, spec, processes.device, engine.compute_dtype)
         _report_precision(engine, config.parallel)
-    with phase("data"), processes.together("opening the training data"):
-        loader, length = _open_data(config, image_input, tokenize, processes)
+    with phase("data"):
+        counted = _count_remote(config.data, processes)
+        with processes.together("opening the training data"):
+            loader, length = _open_data(config, image_input, tokenize, processes, counted)
     scaler = LossScale(2.0**16, dynamic=True) if engine.compute_dtype == torch.float16 else LossScale()
     ema = None
     if config.ema.ema_decay is not None:
@@ -203,8 +207,21 @@ def start_run(config: TrainConfig, folder: Path, processes: Processes) -> Run:
     )  # fmt: skip
 
 
+def _count_remote(config: DataConfig, processes: Processes) -> list[int] | None:
+    """Samples of each source of remote shards, of which each rank counts a share; None where nothing is to be
+    counted."""
+    with processes.together("counting the remote shards"):
+        share = count_remote(config, processes.rank, processes.world_size)
+    shares = [share for share in processes.all_gather_object(share) if share is not None]
+    return total(shares) if shares else None
+
+
 def _open_data(
-    config: TrainConfig, image_input: ImageInput, tokenize: Tokenizer, processes: Processes
+    config: TrainConfig,
+    image_input: ImageInput,
+    tokenize: Tokenizer,
+    processes: Processes,
+    counted: list[int] | None,
 ) -> tuple[TrainLoader, Length]:
     local_batch = config.run.batch_size * config.run.accum_freq
     loader = train_loader(
@@ -215,6 +232,7 @@ def _open_data(
         rank=processes.rank,
         world_size=processes.world_size,
         seed=config.run.seed,
+        counted=counted,
         pin_memory=processes.device.type == "cuda",
     )
     length = Length(loader.samples_per_epoch, config.run.epochs, local_batch * processes.world_size)

@@ -15,7 +15,7 @@ from shardclip.errors import UserError
 from shardclip.training.data.batch import Batch
 from shardclip.training.data.config import DataConfig
 from shardclip.training.data.image_input import ImageInput
-from shardclip.training.data.loader import TrainLoader, train_loader
+from shardclip.training.data.loader import TrainLoader, account, merge_states, train_loader
 
 SPEC = ImageInput(size=SIZE)
 
@@ -223,6 +223,65 @@ def test_b39_counters_are_what_was_read(tmp_path: Path) -> None:
     assert len(seen) == len(set(seen)) == 96
     assert [one.state_dict()["samples"] for one in ranks] == [96, 96]
     assert [one.samples_per_epoch for one in ranks] == [100, 100]
+
+
+def accounts(seen: list[int]) -> tuple[int, int]:
+    """Samples used, and those of them that were met before, by what a recorder saw."""
+    return len(seen), len(seen) - len(set(seen))
+
+
+@pytest.mark.parametrize("remote", [False, True])
+@pytest.mark.parametrize("factors", [None, "2::0.5"])
+def test_b39_used_repeated_and_left_out_are_what_a_recorder_saw(
+    tmp_path: Path, remote: bool, factors: str | None
+) -> None:
+    """Two sources of 16 and 32 samples, one of them without a caption, over some epochs and a restart."""
+    changed = {20: {"txt": b""}}
+    for name, numbers_ in (("a", range(16)), ("b", range(16, 48))):
+        members = [member for n in numbers_ for member in sample(n, **changed.get(n, {}))]
+        write_tar(tmp_path / name / "0.tar", members)
+    place = f"pipe:cat {tmp_path}/{{}}/0.tar" if remote else f"{tmp_path}/{{}}/0.tar"
+    data = "::".join(place.format(name) for name in "ab")
+    seen: list[int] = []
+    state: dict[str, Any] | None = None
+    for batches in (10, 7):
+        one = loader(data, batch_size=12, train_data_upsampling_factors=factors)
+        if state is not None:
+            one.load_state_dict(state)
+        seen += [number for batch in take(one, batches) for number in numbers(batch)]
+        state = merge_states([one.state_dict()])
+        assert (state["samples"], state["repeated"]) == accounts(seen)
+    words = account(state or {})
+    assert f"204 samples used, {accounts(seen)[1]} of them met before" in words
+    assert "left out: empty caption (" in words
+
+
+def test_b39_ranks_add_up(tmp_path: Path) -> None:
+    """Two ranks, then one: at an epoch's end the sum is what a recorder saw."""
+    config = DataConfig(train_data=write_shards(tmp_path, [16, 32]), workers=0)
+    seen: list[int] = []
+    state: dict[str, Any] | None = None
+    for world in (2, 1):
+        ranks = [
+            train_loader(
+                config, SPEC, tokenize, batch_size=12 // world, rank=rank, world_size=world, seed=0, streams=2
+            )
+            for rank in range(world)
+        ]
+        for one in ranks:
+            if state is not None:
+                one.load_state_dict(state)
+            seen += [number for batch in take(one, 8) for number in numbers(batch)]
+        state = merge_states([one.state_dict() for one in ranks])
+        assert (state["samples"], state["repeated"]) == accounts(seen)
+    assert accounts(seen) == (192, 144)
+
+
+def test_b39_with_replacement_what_an_epoch_draws_twice_is_repeated(tmp_path: Path) -> None:
+    write_shards(tmp_path, [64])
+    one = loader(str(tmp_path), batch_size=64, dataset_resampled=True)
+    (batch,) = take(one, 1)
+    assert batch.repeated == one.state_dict()["repeated"] == accounts(numbers(batch))[1] > 0
 
 
 def test_pickled_members_are_never_opened(tmp_path: Path) -> None:

@@ -88,11 +88,6 @@ def test_samples_may_be_limited(tmp_path: Path) -> None:
     assert [number for batch in batches for number in numbers(batch)] == list(range(5))
 
 
-def test_remote_validation_data_is_refused_with_what_to_do() -> None:
-    with pytest.raises(UserError, match="copy the shards"):
-        labelled(DataConfig(val_data="pipe:cat 0.tar"))
-
-
 def test_missing_validation_data_is_told() -> None:
     with pytest.raises(UserError, match="--val-data"):
         labelled(DataConfig())

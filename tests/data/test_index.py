@@ -1,6 +1,7 @@
 """The index of member offsets: valid, whole, shared, and never in the way."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,13 @@ import pytest
 from shards import sample, write_shards, write_tar
 
 from shardclip.errors import UserError
+from shardclip.training import distributed
 from shardclip.training.data import index as module
+from shardclip.training.data.config import DataConfig
+from shardclip.training.data.doctor import bytes_of, out_of_reach
+from shardclip.training.data.doctor import doctor as examine_data
 from shardclip.training.data.doctor import main as doctor
-from shardclip.training.data.index import build_index, main, shard_index, split_name
+from shardclip.training.data.index import build_index, main, shard_index, shard_samples, split_name
 
 
 @pytest.mark.parametrize(
@@ -90,6 +95,38 @@ def test_the_verb_counts_and_names_damage(tmp_path: Path, capsys: Any) -> None:
         main([str(path)])
 
 
+@pytest.mark.parametrize(
+    ("cut", "said"),
+    [
+        (3 * 3 * 1024 + 200, "cut short inside the header at byte 9216"),
+        (3 * 3 * 1024, "cut short before the header at byte 9216"),
+        (3 * 3 * 1024 + 600, "unexpected end of data"),
+    ],
+)
+def test_a_tar_that_is_cut_anywhere_is_reported_and_read_up_to_there(
+    tmp_path: Path, cut: int, said: str, caplog: Any
+) -> None:
+    write_shards(tmp_path, [5])
+    path = tmp_path / "00000.tar"
+    path.write_bytes(path.read_bytes()[:cut])
+    index = shard_index(str(path))
+    assert said in index.damage
+    assert len(index) - ("data" in said) == 3
+    assert shard_samples([str(path)], "first-dot").tolist() == [len(index)]
+    assert f"1 of 1 shards are damaged ({path}: {index.damage})" in caplog.text
+
+
+def test_a_header_that_is_noise_is_reported(tmp_path: Path) -> None:
+    write_shards(tmp_path, [5])
+    path = tmp_path / "00000.tar"
+    content = bytearray(path.read_bytes())
+    content[9216 : 9216 + 512] = b"x" * 512
+    path.write_bytes(content)
+    index = shard_index(str(path))
+    assert index.damage == "no valid header at byte 9216"
+    assert len(index) == 3
+
+
 def test_doctor_finds_what_is_wrong_and_draws_a_sheet(tmp_path: Path, capsys: Any) -> None:
     from PIL import Image
 
@@ -110,3 +147,31 @@ def test_doctor_finds_what_is_wrong_and_draws_a_sheet(tmp_path: Path, capsys: An
     assert Image.open(tmp_path / "sheet.png").width > 900
     os.remove(tmp_path / "00004.tar")
     assert doctor(words) == 0
+
+
+def visit(folders: list[str], data: str) -> int:
+    """The doctor on one of two hosts, which have folders of their own under one path."""
+    processes = distributed.current()
+    os.chdir(folders[processes.rank])
+    here = replace(processes, host=f"host{processes.rank}", local_rank=0, local_world_size=1)
+    return examine_data(DataConfig(train_data=data), here)
+
+
+def test_doctor_says_which_host_cannot_read_the_data(ranks: Any, tmp_path: Path) -> None:
+    folders = [str(tmp_path / name) for name in "ab"]
+    write_shards(tmp_path / "a", [4, 4, 4])
+    write_shards(tmp_path / "b", [4, 3])
+    shards = "{00000..00002}.tar"
+    assert ranks(2).run(visit, [folders[0]] * 2, shards) == [0, 0]
+    assert ranks(2).run(visit, folders, shards) == [1, 1]
+    sizes = [
+        {shard: bytes_of(f"{folder}/{shard}") for shard in ("00001.tar", "00002.tar")} for folder in folders
+    ]
+    told = out_of_reach([("host0", sizes[0]), ("host1", sizes[1]), ("host1", {})])
+    assert (
+        told[0]
+        == f"00001.tar: {sizes[0]['00001.tar']} bytes on host0, {sizes[1]['00001.tar']} bytes on host1"
+    )
+    assert "00002.tar on host1" in told[1]
+    assert "No such file" in told[1]
+    assert out_of_reach([("host0", {"a": 1}), ("host1", {})]) == ["a on host1: not there"]

@@ -10,12 +10,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
-from shards import SIZE, numbers, sample, tokenize, write_shards, write_tar
+from shards import SIZE, numbers, picture, sample, tokenize, write_shards, write_tar
 
 from shardclip.errors import UserError
 from shardclip.training.data import remote
 from shardclip.training.data.config import DataConfig
+from shardclip.training.data.counting import count_remote, total
+from shardclip.training.data.doctor import main as doctor
+from shardclip.training.data.finite import pairs
 from shardclip.training.data.image_input import ImageInput
 from shardclip.training.data.loader import TrainLoader, merge_states, train_loader
 from shardclip.training.data.remote import RemoteShard
@@ -109,8 +113,6 @@ def test_fewer_shards_than_streams_are_split_inside_and_said_so(tmp_path: Path, 
 
 
 def test_http_and_compressed_and_fsspec_give_the_same(tmp_path: Path, web: str) -> None:
-    import fsspec
-
     write_shards(tmp_path, [12])
     content = (tmp_path / "00000.tar").read_bytes()
     (tmp_path / "0.tar.gz").write_bytes(gzip.compress(content))
@@ -128,9 +130,8 @@ def test_a_cut_connection_is_noticed_tried_again_and_counted(tmp_path: Path, web
     write_tar(tmp_path / "cut.tar", [member for n in range(20) for member in sample(n)])
     shard = RemoteShard(f"{web}/cut.tar", WANTED, "first-dot", retries=1, pause=0)
     found = list(shard.samples())
-    assert [raw.key for raw in found[:5]] == [f"cut.tar:{n:06d}" for n in range(5)]
-    assert len(found) < 20
-    assert len({raw.key for raw in found}) == len(found)
+    assert 1 < len(found) < 20
+    assert [raw.key for raw in found[:-1]] == [f"cut.tar:{n:06d}" for n in range(len(found) - 1)]
     assert found[-1].problem == "shard cannot be read to its end"
     assert "attempt 2 of 2" in caplog.text
 
@@ -173,16 +174,85 @@ def test_missing_shards_end_the_run_with_the_address(web: str) -> None:
         read([loader(f"{web}/{{00000..00009}}.tar", 1)], 1)
 
 
-def test_the_number_of_samples_is_read_beside_the_shards_or_asked_for(tmp_path: Path, web: str) -> None:
+def test_the_number_of_samples_is_read_beside_the_shards_or_counted(
+    tmp_path: Path, web: str, caplog: Any, capsys: Any
+) -> None:
     write_shards(tmp_path, [3, 4])
     data = f"{web}/{{00000..00001}}.tar"
-    with pytest.raises(UserError, match="--train-num-samples"):
-        loader(data, 1, train_num_samples=None)
+    assert loader(data, 1, train_num_samples=None).samples_per_epoch == 7
+    assert "7 samples were counted by reading 2 remote shards" in caplog.text
+    assert "counting remote shards" in capsys.readouterr().out
+    caplog.clear()
+    (tmp_path / "__len__").write_text("9")
+    assert loader(data, 1, train_num_samples=None).samples_per_epoch == 9
     for shard, count in enumerate((3, 4)):
         (tmp_path / f"0000{shard}_stats.json").write_text(json.dumps({"count": 9, "successes": count}))
     assert loader(data, 1, train_num_samples=None).samples_per_epoch == 7
     (tmp_path / "sizes.json").write_text(json.dumps({"00000.tar": 3, "00001.tar": 5}))
     assert loader(data, 1, train_num_samples=None).samples_per_epoch == 8
+    assert "counted by reading" not in caplog.text
+    twice = loader(
+        f"{web}/00000.tar::{web}/00001.tar", 1, train_num_samples=None, train_data_upsampling_factors="2::0.4"
+    )
+    assert twice.samples_per_epoch == 8
+
+
+def test_ranks_share_the_counting_and_a_shard_that_fails_is_left_out_of_it(
+    tmp_path: Path, web: str, caplog: Any
+) -> None:
+    """Five shards, one missing and one cut, over two ranks; a sample is members of one key in a row."""
+    write_shards(tmp_path, [3, 4, 5])
+    write_tar(tmp_path / "cut.tar", [member for n in range(9) for member in sample(n)])
+    (tmp_path / "names.txt").write_text(
+        "\n".join(f"{web}/{name}.tar" for name in ("00000", "00001", "cut", "gone", "00002"))
+    )
+    config = DataConfig(train_data=str(tmp_path / "names.txt"), data_retries=0)
+    shares = [count_remote(config, rank, 2) for rank in range(2)]
+    assert [share.samples for share in shares if share] == [(8,), (4,)]
+    assert total([share for share in shares if share]) == [12]
+    assert f"{web}/cut.tar is left out of the count" in caplog.text
+    assert f"{web}/gone.tar is left out of the count" in caplog.text
+    assert count_remote(DataConfig(train_data=str(tmp_path))) is None
+
+
+def test_an_epoch_of_nothing_is_told(web: str) -> None:
+    with pytest.raises(UserError, match="no sample of the remote shards could be counted"):
+        _ = loader(f"{web}/00000.tar", 1, train_num_samples=None).samples_per_epoch
+
+
+def test_s3_is_read_counted_and_looked_at(tmp_path: Path, bucket: str, capsys: Any) -> None:
+    """moto's server on loopback; the worker is forked after this process has spoken to it."""
+    write_shards(tmp_path, [8, 4])
+    place = f"{bucket}/{tmp_path.name}"
+    fsspec.filesystem("s3").put(f"{tmp_path}/*.tar", f"{place}/")
+    data = f"{place}/{{00000..00001}}.tar"
+    one = loader(data, 1, workers=1, train_num_samples=None)
+    assert one.samples_per_epoch == 12
+    batches = read([one], 2)
+    one.close()
+    assert [sorted(batch) for batch in batches] == [list(range(12))] * 2
+    seen = [
+        number
+        for rank in range(2)
+        for batch in pairs(
+            DataConfig(val_data=data, workers=1), SPEC, tokenize, batch_size=5, rank=rank, world_size=2
+        )
+        for number in numbers(batch)
+    ]
+    assert seen == list(range(12))
+    capsys.readouterr()
+    assert doctor([data, "--sheet", str(tmp_path / "sheet.png")]) == 0
+    assert "12, of which 12 were looked at" in " ".join(capsys.readouterr().out.split())
+    assert (tmp_path / "sheet.png").exists()
+
+
+def test_validation_data_that_has_no_ranges_is_refused_with_what_to_do(tmp_path: Path, web: str) -> None:
+    """The server of these tests sends whole files only."""
+    write_shards(tmp_path, [4])
+    for data in (f"{web}/00000.tar", f"pipe:cat {tmp_path}/00000.tar"):
+        config = DataConfig(val_data=data)
+        with pytest.raises(UserError, match="copy the shards"):
+            pairs(config, SPEC, tokenize, batch_size=2, rank=0, world_size=1)
 
 
 def test_b33_remote_shards_without_a_usable_sample_list_suffixes(tmp_path: Path) -> None:
@@ -197,3 +267,41 @@ def test_b41_the_end_of_a_shard_is_no_sample(tmp_path: Path) -> None:
     write_shards(tmp_path, [4, 4, 4])
     batches = read([loader(f"pipe:cat {tmp_path}/{{00000..00002}}.tar", 1)], 2)
     assert [sorted(batch) for batch in batches] == [list(range(12))] * 2
+
+
+def test_img2datasets_output_is_read_as_it_is(tmp_path: Path, web: str, caplog: Any) -> None:
+    """Shards 0, 1 and 3 (2 was not made), keys with gaps where a download failed, a Parquet table and counts
+    beside each; by folder, by range, and over http."""
+    numbered = iter(range(100))
+    for shard, kept in ((0, (0, 2, 5)), (1, (1, 3)), (3, (0, 1, 2, 9))):
+        members = []
+        for place in kept:
+            number, key = next(numbered), f"{shard:05d}{place:04d}"
+            record = {
+                **{"caption": f"number {number}", "url": f"http://host/{key}.jpg", "key": key},
+                **{"status": "success", "error_message": None, "width": 8, "height": 8, "exif": "{}"},
+            }
+            for suffix, content in (
+                ("jpg", picture(number, format="PNG")),
+                ("json", json.dumps(record).encode()),
+                ("txt", f"number {number}".encode()),
+            ):
+                members.append((f"{key}.{suffix}", content))
+        write_tar(tmp_path / f"{shard:05d}.tar", members)
+        stats = {"count": 10, "successes": len(kept), "failed_to_download": 10 - len(kept), "status_dict": {}}
+        (tmp_path / f"{shard:05d}_stats.json").write_text(json.dumps(stats))
+        (tmp_path / f"{shard:05d}.parquet").write_bytes(b"PAR1")
+    names = ["00000", "00001", "00003"]
+    remote_range = "::".join(f"{web}/{name}.tar" for name in names)
+    for data in (str(tmp_path), f"{tmp_path}/{{00000..00003}}.tar", remote_range):
+        for key in (None, "caption"):
+            one = loader(data, 1, train_num_samples=None, json_text_key=key)
+            assert one.samples_per_epoch == 9
+            seen, texts = [], {}
+            for batch in itertools.islice(iter(one), 3):
+                seen += numbers(batch)
+                texts |= dict(zip(numbers(batch), batch.texts.tolist(), strict=True))
+            assert [sorted(seen[start : start + 9]) for start in (0, 9, 18, 27)] == [list(range(9))] * 4
+            assert texts == {n: tokenize([f"number {n}"]).tolist()[0] for n in range(9)}
+    assert "1 of the 4 shards" in caplog.text
+    assert "counted by reading" not in caplog.text

@@ -1,6 +1,7 @@
 """Tables of paths and captions: separators, columns, empty cells, memory."""
 
 import gc
+import os
 from pathlib import Path
 from typing import Any
 
@@ -94,3 +95,40 @@ def test_b45_a_table_is_few_objects_however_long_it_is() -> None:
     assert [column[row] for row in (0, 99_999, 199_999)] == [
         f"path/to/picture {row}.jpg".encode() for row in (0, 99_999, 199_999)
     ]
+
+
+@pytest.mark.long
+def test_b45_the_memory_of_readers_is_flat(tmp_path: Path) -> None:
+    """2,000 steps of two workers over a table of 200,000 rows."""
+    for number in range(64):
+        (tmp_path / f"{number}.jpg").write_bytes(picture(number, (64, 64), "JPEG"))
+    lines = [f"{row % 64}.jpg,picture {row} of the table" for row in range(200_000)]
+    (tmp_path / "data.csv").write_text("\n".join(["filepath,title", *lines]))
+    config = DataConfig(train_data=str(tmp_path / "data.csv"), workers=2)
+    before = children()
+    one = train_loader(config, SPEC, tokenize, batch_size=8, rank=0, world_size=1, seed=0, streams=2)
+    batches = iter(one)
+    for _ in range(200):
+        next(batches)
+    workers = children() - before
+    early = [resident_bytes(pid) for pid in workers]
+    for _ in range(1800):
+        next(batches)
+    late = [resident_bytes(pid) for pid in workers]
+    one.close()
+    assert len(workers) == 2
+    assert all(after < 1.05 * then for then, after in zip(early, late, strict=True))
+
+
+def children() -> set[int]:
+    """Processes that this one has started."""
+    return {
+        int(pid)
+        for thread in Path("/proc/self/task").iterdir()
+        for pid in (thread / "children").read_text().split()
+    }
+
+
+def resident_bytes(pid: int) -> int:
+    """Resident memory of a running process."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

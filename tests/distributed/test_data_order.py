@@ -95,10 +95,14 @@ def test_a_seed_repeats_and_another_differs(uneven: str, reference: list[list[in
     assert read([loader(uneven, 0, 0, 1, seed=1)], 3) != reference[:3]
 
 
-def test_b05_more_readers_than_shards_and_uneven_shards_give_equal_steps(tmp_path: Path) -> None:
+def test_b05_more_readers_than_shards_and_uneven_shards_give_equal_steps(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Two ranks of four workers over three shards of 4, 12 and 20 samples, three epochs of 36."""
     data = write_shards(tmp_path, [4, 12, 20])
-    ranks = [loader(data, 4, rank, 2, streams=24) for rank in range(2)]
+    with caplog.at_level("INFO"):
+        ranks = [loader(data, 4, rank, 2, streams=24) for rank in range(2)]
+    assert "3 shards for 8 reading processes" in caplog.text
     seen = flat(read(ranks, 9))
     assert len(seen) == 9 * GLOBAL
     counts = np.bincount(seen, minlength=36)
@@ -135,11 +139,11 @@ def test_b46_a_batch_mixes_shards_though_few_streams_read_them(tmp_path: Path) -
 
 def test_b38_with_replacement_no_two_readers_draw_alike_and_weights_hold() -> None:
     """64 shards, eight streams: lists of an epoch differ, and weight 3 is drawn 3 times as often as 1."""
-    source, run = epoch_runs([64], [1.0], seed=5, epoch=0, resampled=True)
+    _, run, _ = epoch_runs([64], [1.0], seed=5, epoch=0, resampled=True)
     lists = [tuple(run[stream * 8 : stream * 8 + 8].tolist()) for stream in range(8)]
     assert len(set(lists)) == 8
     assert len(set(run.tolist())) < 64
-    source, _ = epoch_runs([4000, 4000], [1.0, 3.0], seed=5, epoch=0, resampled=True)
+    source, _, _ = epoch_runs([4000, 4000], [1.0, 3.0], seed=5, epoch=0, resampled=True)
     expected, deviation = 0.75 * 8000, np.sqrt(8000 * 0.75 * 0.25)
     assert abs(int((source == 1).sum()) - expected) < 5 * deviation
 

@@ -34,6 +34,8 @@ class Batch:
     """The loader's position after this batch: what a checkpoint saves."""
     skipped: dict[str, int] = field(default_factory=dict)
     """Samples left out since the previous batch, by reason."""
+    repeated: int = 0
+    """Samples of the batch that the run has met before."""
 
     @property
     def samples(self) -> int:
@@ -46,7 +48,7 @@ class Batch:
             name: getattr(self, name).to(device, non_blocking=True)
             for name in ("images", "texts", "image_sample", "text_sample", "caption_id")
         }
-        return Batch(**moved, keys=self.keys, state=self.state, skipped=self.skipped)
+        return Batch(**moved, **self._notes())
 
     def pin_memory(self) -> Batch:
         """The hook that `DataLoader(pin_memory=True)` calls."""
@@ -54,7 +56,10 @@ class Batch:
             name: getattr(self, name).pin_memory()
             for name in ("images", "texts", "image_sample", "text_sample", "caption_id")
         }
-        return Batch(**pinned, keys=self.keys, state=self.state, skipped=self.skipped)
+        return Batch(**pinned, **self._notes())
+
+    def _notes(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("keys", "state", "skipped", "repeated")}
 
     def split(self, parts: int) -> list[Batch]:
         """`parts` micro-batches of consecutive samples, renumbered from 0; views. For a batch on the CPU.
@@ -84,7 +89,7 @@ class Batch:
 
 
 def concatenate(batches: list[Batch]) -> Batch:
-    """One batch of the samples of several, in order; position and skips are those of the last and the sum."""
+    """One batch of the samples of several, in order; position is that of the last, counts are sums."""
     if len(batches) == 1:
         return batches[0]
     offsets = [0]
@@ -103,4 +108,5 @@ def concatenate(batches: list[Batch]) -> Batch:
         keys=[key for batch in batches for key in batch.keys],
         state=batches[-1].state,
         skipped=skipped,
+        repeated=sum(batch.repeated for batch in batches),
     )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from typing import Any, Literal
 
 from shardclip.errors import UserError
@@ -90,7 +91,11 @@ class DataConfig:
         self.augmentation()
 
     def augmentation(self) -> dict[str, Any]:
-        """`aug_cfg` as a dictionary of Python values."""
+        """`aug_cfg` as a dictionary of Python values.
+
+        Raises:
+            UserError: not key=value, no key that open_clip knows, or a jitter that lacks its strengths.
+        """
         settings: dict[str, Any] = {}
         for item in self.aug_cfg:
             name, equals, text = item.partition("=")
@@ -100,6 +105,8 @@ class DataConfig:
                 settings[name] = ast.literal_eval(text)
             except (ValueError, SyntaxError):
                 settings[name] = text
+        if settings:
+            _check_augmentation(settings)
         return settings
 
     def wanted(self, label: bool = False) -> dict[str, tuple[str, ...]]:
@@ -115,6 +122,24 @@ class DataConfig:
         else:
             roles["text"] = suffixes(self.text_key)
         return roles
+
+
+def _check_augmentation(settings: dict[str, Any]) -> None:
+    from open_clip.transform import AugmentationCfg
+
+    known = [setting.name for setting in fields(AugmentationCfg)]
+    for name in settings:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f"; the nearest is {near[0]}" if near else f"; there are {', '.join(known)}"
+            raise UserError(f"--aug-cfg {name} is not one of open_clip's settings{hint}.")
+    jitter = settings.get("color_jitter")
+    strengths = len(jitter) if isinstance(jitter, tuple | list) else 0
+    if settings.get("color_jitter_prob") and not settings.get("use_timm") and strengths != 4:
+        raise UserError(
+            "--aug-cfg color_jitter_prob needs the four strengths color_jitter=(brightness, contrast, "
+            f"saturation, hue); it is {jitter}."
+        )
 
 
 def suffixes(keys: str) -> tuple[str, ...]:

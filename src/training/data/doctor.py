@@ -1,4 +1,7 @@
-"""`shardclip doctor DATA`: what is in the data and whether a run on it would start."""
+"""`shardclip doctor DATA`: what is in the data and whether a run on it would start.
+
+Under torchrun or srun (`srun shardclip doctor DATA`) it also says which hosts cannot read it.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,16 @@ from PIL import Image, ImageDraw
 from rich.console import Console
 from rich.table import Table
 
-from shardclip.errors import UserError
 from shardclip.training.data.config import DataConfig
 from shardclip.training.data.decode import Undecodable, evaluation_decoder, open_picture
 from shardclip.training.data.image_input import ImageInput
 from shardclip.training.data.index import shard_index
+from shardclip.training.data.ranges import Pieces, fingerprint, has_ranges
+from shardclip.training.data.remote import open_stream
 from shardclip.training.data.samples import LeftOut, SampleMaker, caption_id
-from shardclip.training.data.sources import Source, expand, kind_of, open_source
+from shardclip.training.data.sources import Source, expand, is_local, kind_of, open_source
+from shardclip.training.distributed import DistributedConfig, Processes
+from shardclip.training.worker import run_worker
 
 SHEET = 6
 """Pictures along a side of the sheet."""
@@ -66,32 +72,89 @@ class Findings:
         return self.usable > 0 and self.read - self.usable <= max_skip_rate * self.read
 
 
-def doctor(config: DataConfig, looked_at: int = 512, sheet: Path | None = None) -> int:
+def doctor(config: DataConfig, processes: Processes, looked_at: int = 512, sheet: Path | None = None) -> int:
     """Look at --train-data as a run would, print what is found, and draw a sheet of pictures with captions.
+    Every rank calls this: all of them see whether they can read the data, rank 0 looks into it.
 
     Args:
         looked_at: samples of each source that are decoded, spread evenly over it.
         sheet: PNG file to write.
 
     Returns:
-        0 if a run would start, 1 if not.
+        0 if a run would start, 1 if not; the same on all ranks.
     """
-    if not config.train_data:
-        raise UserError("no data is named")
+    with processes.together("finding the data"):
+        listed = expand(config.train_data or "")
+        seen = {shard: bytes_of(shard) for shard in _checked_here(listed, processes)}
+    failing = out_of_reach(processes.all_gather_object((processes.host, seen)))
+    good = not failing
     console = Console()
-    findings = []
-    for shards in expand(config.train_data):
-        if kind_of(shards, config) == "stream":
-            raise UserError(
-                f"{shards[0]} can only be read from its front: copy a shard here to look into it."
-            )
-        findings.append(examine(shards, config, looked_at))
+    with processes.together("looking at the data"):
+        if processes.is_primary and failing:
+            console.print(f"not readable from every rank: {_first(failing)}", highlight=False)
+        elif processes.is_primary:
+            hosts = processes.world_size // processes.local_world_size
+            console.print(f"readable from {processes.world_size} ranks on {hosts} hosts", highlight=False)
+            good = _report(listed, config, looked_at, sheet, console)
+    return processes.broadcast_object(0 if good else 1)
+
+
+def _report(
+    listed: list[list[str]], config: DataConfig, looked_at: int, sheet: Path | None, console: Console
+) -> bool:
+    """Print the findings of all sources, draw the sheet; whether a run would start."""
+    findings = [examine(shards, config, looked_at) for shards in listed]
     for one in findings:
         console.print(table_of(one, config.max_skip_rate), highlight=False)
     if sheet is not None and (shown := [pair for one in findings for pair in one.shown]):
         draw_sheet(shown).save(sheet)
         console.print(f"pictures and captions: {sheet}", highlight=False)
-    return 0 if all(one.would_start(config.max_skip_rate) for one in findings) else 1
+    return all(one.would_start(config.max_skip_rate) for one in findings)
+
+
+def _checked_here(listed: list[list[str]], processes: Processes) -> list[str]:
+    """The shards that this rank tries to read: the ranks of a host share them out."""
+    shards = [shard for source in listed for shard in source]
+    return shards[processes.local_rank :: processes.local_world_size]
+
+
+def bytes_of(shard: str) -> int | str:
+    """Bytes of a shard or table whose beginning can be read (-1 where only reading it all would tell), else
+    why it cannot."""
+    try:
+        if not has_ranges(shard) and not is_local(shard):
+            stream = open_stream(shard)
+            stream.read(512)
+            stream.close()
+            return -1
+        Pieces().read(shard, 0, 512)
+        return int(fingerprint(shard)[0])
+    except OSError as error:
+        return str(error) or type(error).__name__
+
+
+def out_of_reach(told: list[tuple[str, dict[str, int | str]]]) -> list[str]:
+    """What some hosts cannot read, or see otherwise than others, from each rank's (host, `bytes_of` shards).
+
+    A list of shards may itself differ between hosts, where folders do.
+    """
+    hosts = sorted({host for host, _ in told})
+    sizes: dict[str, dict[str, int | str]] = {}
+    for host, seen in told:
+        for shard, found in seen.items():
+            sizes.setdefault(shard, {})[host] = found
+    failing = []
+    for shard, by_host in sizes.items():
+        failing += [
+            f"{shard} on {host}: {found}" for host, found in by_host.items() if isinstance(found, str)
+        ]
+        failing += [f"{shard} on {host}: not there" for host in hosts if host not in by_host]
+        known = {host: found for host, found in by_host.items() if isinstance(found, int)}
+        if len(set(known.values())) > 1:
+            failing.append(
+                f"{shard}: " + ", ".join(f"{size} bytes on {host}" for host, size in known.items())
+            )
+    return failing
 
 
 def examine(shards: list[str], config: DataConfig, looked_at: int) -> Findings:
@@ -107,7 +170,7 @@ def examine(shards: list[str], config: DataConfig, looked_at: int) -> Findings:
         source.found(),
         gaps(shards),
     )
-    if kind_of(shards, config) == "tar":
+    if kind_of(shards, config) in ("tar", "stream"):
         indexes = ((path, shard_index(path, config.sample_key).damage) for path in shards)
         findings.damaged = [f"{path}: {damage}" for path, damage in indexes if damage]
     decoder = evaluation_decoder(ImageInput(size=(SIDE, SIDE)), config.max_image_pixels)
@@ -215,4 +278,7 @@ def main(argv: Sequence[str]) -> int:
         parser.add_argument(f"--{name}", default=default, help="as for training (%(default)s)")
     options = vars(parser.parse_args(list(argv)))
     data, samples, sheet = options.pop("data"), options.pop("samples"), options.pop("sheet")
-    return doctor(DataConfig(train_data=data, **options), samples, sheet)
+    config = DataConfig(train_data=data, **options)
+    return run_worker(
+        lambda processes: doctor(config, processes, samples, sheet), DistributedConfig(device="cpu")
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import logging
 import os
 import re
 import tarfile
@@ -12,14 +13,18 @@ import zipfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardclip.errors import UserError
+from shardclip.training.data.ranges import fingerprint, open_seekable
+from shardclip.training.data.sources import expand, is_local, is_tar
 
-VERSION = 1
+log = logging.getLogger(__name__)
+
+VERSION = 2
 BESIDE = ".shardclip-index"
 """Name of the folder of indexes in a folder of shards."""
 
@@ -84,7 +89,7 @@ def scan(path: str, rule: SampleKey) -> ShardIndex:
     rows: list[tuple[int, int, int, int]] = []
     damage = ""
     try:
-        with tarfile.open(path, "r:") as tar:
+        with open_seekable(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
             while (member := tar.next()) is not None:
                 tar.members = []  # type: ignore[attr-defined]  # the list would grow with the shard
                 split = split_name(member.name, rule) if member.isfile() else None
@@ -93,8 +98,9 @@ def scan(path: str, rule: SampleKey) -> ShardIndex:
                 sample = keys.setdefault(split[0], len(keys))
                 suffix = suffixes.setdefault(split[1], len(suffixes))
                 rows.append((sample, suffix, member.offset_data, member.size))
+            damage = _end_of(file, tar.offset)  # type: ignore[attr-defined]
     except tarfile.ReadError as error:
-        if os.path.getsize(path) > 0:
+        if str(error) != "empty file":
             damage = str(error) or "not a tar file"
     table = np.array(rows, dtype=np.int64).reshape(-1, 4)
     return ShardIndex(
@@ -108,18 +114,31 @@ def scan(path: str, rule: SampleKey) -> ShardIndex:
     )
 
 
+def _end_of(file: IO[bytes], offset: int) -> str:
+    """What is wrong with the end of a tar whose last whole member ends at `offset`, where a block of zeros is
+    meant; empty if nothing is. tarfile takes anything there for the end."""
+    file.seek(offset)
+    block = file.read(tarfile.BLOCKSIZE)
+    if block == bytes(tarfile.BLOCKSIZE):
+        return ""
+    if len(block) < tarfile.BLOCKSIZE:
+        return f"cut short {'inside' if block else 'before'} the header at byte {offset}"
+    return f"no valid header at byte {offset}"
+
+
 def _fingerprint(path: str) -> NDArray[np.int64]:
-    status = os.stat(path)
-    return np.array([VERSION, status.st_size, status.st_mtime_ns], dtype=np.int64)
+    return np.concatenate([[VERSION], fingerprint(path)])
 
 
 def _places(path: str, rule: SampleKey) -> list[Path]:
-    """Where a shard's index may lie: beside it, and in the user's cache (for shards in a read-only place)."""
-    absolute = os.path.abspath(path)
+    """Where a shard's index may lie: beside a local one, and in the user's cache (for a remote one, and where
+    nothing can be written beside it)."""
+    absolute = os.path.abspath(path) if is_local(path) else path
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = hashlib.blake2b(os.path.dirname(absolute).encode(), digest_size=8).hexdigest()
     name = f"{os.path.basename(absolute)}.{rule}.npz"
-    return [Path(absolute).parent / BESIDE / name, Path(cache) / "shardclip" / "index" / folder / name]
+    cached = Path(cache) / "shardclip" / "index" / folder / name
+    return [Path(absolute).parent / BESIDE / name, cached] if is_local(path) else [cached]
 
 
 def _load(place: Path, fingerprint: NDArray[np.int64]) -> ShardIndex | None:
@@ -150,8 +169,8 @@ def _store(index: ShardIndex, place: Path, fingerprint: NDArray[np.int64]) -> bo
 
 
 def shard_index(path: str, rule: SampleKey = "first-dot") -> ShardIndex:
-    """The index of a local shard: read if there is a valid one, else made and kept beside the shard or, where
-    that cannot be written, in the user's cache.
+    """The index of a shard that can be read in pieces: read if there is a valid one, else made and kept
+    beside the shard or, where that cannot be written, in the user's cache.
 
     Raises:
         OSError: the shard cannot be opened.
@@ -170,10 +189,23 @@ def shard_index(path: str, rule: SampleKey = "first-dot") -> ShardIndex:
 
 def shard_samples(paths: list[str], rule: SampleKey, first: int = 0) -> NDArray[np.int64]:
     """[shards] samples of each shard. Missing indexes are made, beginning with shard `first`, so that
-    processes that begin at different shards share the work of a first start."""
+    processes that begin at different shards share the work of a first start. What is damaged is said."""
     counts = np.zeros(len(paths), dtype=np.int64)
+    damaged = 0
     for number in np.roll(np.arange(len(paths)), -first):
-        counts[number] = len(shard_index(paths[number], rule))
+        index = shard_index(paths[number], rule)
+        counts[number] = len(index)
+        if index.damage:
+            damaged += 1
+            log.debug("%s: %s; %d samples lie before that", paths[number], index.damage, len(index))
+            example = f"{paths[number]}: {index.damage}"
+    if damaged:
+        log.warning(
+            "%d of %d shards are damaged (%s); what lies before the damage is read",
+            damaged,
+            len(paths),
+            example,
+        )
     return counts
 
 
@@ -183,8 +215,6 @@ def build_index(urls: str, rule: SampleKey = "first-dot") -> int:
     Prints a line per source; exit code 0, or 1 if a shard is damaged (its whole members are indexed).
     """
     from rich.progress import track
-
-    from shardclip.training.data.sources import expand, is_local, is_tar
 
     damaged = 0
     for source, shards in enumerate(expand(urls)):

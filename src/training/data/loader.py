@@ -12,11 +12,12 @@ from torch.utils.data import DataLoader
 from shardclip.errors import UserError
 from shardclip.training.data.batch import Batch, concatenate
 from shardclip.training.data.config import DataConfig
+from shardclip.training.data.counting import count_remote, total
 from shardclip.training.data.decode import training_decoder
 from shardclip.training.data.image_input import ImageInput
 from shardclip.training.data.order import streams_for
 from shardclip.training.data.reader import SKIP_WINDOW, Failure, Layout, NowReading, Reader, in_words
-from shardclip.training.data.remote_streams import RemoteData, count, say_how_dealt
+from shardclip.training.data.remote_streams import RemoteData, say_how_dealt
 from shardclip.training.data.samples import SampleMaker, Tokenizer
 from shardclip.training.data.sources import Source, expand, factors_of, kind_of, open_source
 from shardclip.training.data.streams import Data, SeekingData
@@ -49,6 +50,7 @@ class TrainLoader:
         self._loader: Iterator[Any] | None = None
         self._batches = 0
         self._skipped: Counter[str] = Counter()
+        self._repeated = 0
         self._recent: deque[tuple[int, int]] = deque()
         self._positions: dict[int, list[int]] = {
             number: []
@@ -73,6 +75,7 @@ class TrainLoader:
             "samples": self._batches * self._layout.batch_size * self._layout.world_size,
             "positions": {str(number): list(position) for number, position in self._positions.items()},
             "skipped": dict(self._skipped),
+            "repeated": self._repeated,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -108,6 +111,7 @@ class TrainLoader:
         self._data.streams = state["streams"]
         self._batches = state["batches"]
         self._skipped = Counter(state["skipped"]) if self._layout.rank == 0 else Counter()
+        self._repeated = state.get("repeated", 0) if self._layout.rank == 0 else 0
         self._reader.layout = self._layout
         self._reader.now_reading = NowReading(self._layout.readers)
 
@@ -163,6 +167,7 @@ class TrainLoader:
         """Count what was left out; too much of it stops the run."""
         self._batches += 1
         self._skipped.update(batch.skipped)
+        self._repeated += batch.repeated
         left_out = sum(batch.skipped.values())
         self._recent.append((batch.samples + left_out, left_out))
         while sum(read for read, _ in self._recent) - self._recent[0][0] >= SKIP_WINDOW:
@@ -187,7 +192,15 @@ def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
         **states[0],
         "positions": dict(sorted(positions.items(), key=lambda item: int(item[0]))),
         "skipped": dict(skipped),
+        "repeated": sum(state["repeated"] for state in states),
     }
+
+
+def account(state: dict[str, Any]) -> str:
+    """What became of the samples that the run has read so far, in words; of a merged state."""
+    skipped = Counter(state["skipped"])
+    left_out = f"{skipped.total():,} left out" + (f": {in_words(skipped)}" if skipped else "")
+    return f"{state['samples']:,} samples used, {state['repeated']:,} of them met before; {left_out}"
 
 
 def train_loader(
@@ -200,6 +213,7 @@ def train_loader(
     world_size: int,
     seed: int,
     streams: int | None = None,
+    counted: list[int] | None = None,
     pin_memory: bool = False,
 ) -> TrainLoader:
     """The loader of the training data.
@@ -207,6 +221,8 @@ def train_loader(
     Args:
         batch_size: samples of this rank's batch.
         streams: how many streams a new run is cut into; `order.streams_for` when not given.
+        counted: samples of each source of remote shards, if the ranks have counted them; else this process
+            counts them all.
 
     Raises:
         UserError: the data is not there, holds nothing usable, or cannot be cut that way.
@@ -218,10 +234,15 @@ def train_loader(
     layout = Layout(number, rank, world_size, config.workers, batch_size)
     data: Data
     if remote:
-        data = _remote_data(config, listed, seed, number)
+        data = _remote_data(config, listed, seed, number, counted)
     else:
         sources = _sources(config, image_input, listed, rank / world_size)
         data = SeekingData(sources, factors_of(config, len(sources)), seed, number, config.dataset_resampled)
+        shards, readers = sum(len(source.shard_samples) for source in sources), layout.readers * world_size
+        if listed and shards < readers:
+            log.info(
+                "%d shards for %d reading processes: each shard is shared out among several", shards, readers
+            )
     augmentation = config.augmentation()
     decoder = training_decoder(image_input, augmentation, config.decode == "exact", config.max_image_pixels)
     reader = Reader(data, layout, SampleMaker(config, decoder), tokenize, image_input.size)
@@ -244,7 +265,11 @@ def _sources(
     return [open_source(shards, config, wanted, first=int(len(shards) * begin)) for shards in listed]
 
 
-def _remote_data(config: DataConfig, listed: list[list[str]], seed: int, streams: int) -> RemoteData:
+def _remote_data(
+    config: DataConfig, listed: list[list[str]], seed: int, streams: int, counted: list[int] | None
+) -> RemoteData:
+    if counted is None and (share := count_remote(config)) is not None:
+        counted = total([share])
     data = RemoteData(
         listed,
         factors_of(config, len(listed)),
@@ -254,7 +279,7 @@ def _remote_data(config: DataConfig, listed: list[list[str]], seed: int, streams
         config.sample_key,
         config.data_retries,
         config.dataset_resampled,
-        counted=count(listed) if config.train_num_samples is None else None,
+        counted=counted,
     )
     say_how_dealt(data)
     return data

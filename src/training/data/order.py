@@ -111,17 +111,27 @@ def epoch_draw(runs: list[int], factors: list[float], seed: int, epoch: int) -> 
 
 def epoch_runs(
     runs: list[int], factors: list[float], seed: int, epoch: int, resampled: bool
-) -> tuple[Integers, Integers]:
-    """The runs of an epoch in their order, over all sources: (source [K], run within the source [K])."""
+) -> tuple[Integers, Integers, NDArray[np.bool_]]:
+    """The runs of an epoch in their order, over all sources: (source [K], run within the source [K], whether
+    it was met before [K]). With replacement only what the same epoch drew before is known to have been met.
+    """
     if resampled:
-        return epoch_draw(runs, factors, seed, epoch)
+        source, run = epoch_draw(runs, factors, seed, epoch)
+        again = np.ones(len(run), dtype=bool)
+        again[np.unique(source * max(runs) + run, return_index=True)[1]] = False
+        return source, run, again
     chosen = [
         epoch_selection(count, factor, seed, source, epoch)
         for source, (count, factor) in enumerate(zip(runs, factors, strict=True))
     ]
     source = np.repeat(np.arange(len(chosen)), [len(numbers) for numbers in chosen])
+    # of the endless sequence of permutations the first is the first meeting with every run
+    laps = [
+        int(np.floor(epoch * factor * count)) + np.arange(len(numbers)) >= count
+        for count, factor, numbers in zip(runs, factors, chosen, strict=True)
+    ]
     order = generator(seed, 3, epoch).permutation(len(source))
-    return source[order], np.concatenate(chosen)[order]
+    return source[order], np.concatenate(chosen)[order], np.concatenate(laps)[order]
 
 
 def share(total: int, before: int, stream: int, streams: int) -> tuple[int, int]:

@@ -5,22 +5,32 @@ from __future__ import annotations
 import logging
 import tarfile
 import time
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import IO, Protocol, TypeVar, cast
 
 from shardclip.errors import UserError
 from shardclip.training.data.index import SampleKey, split_name
+from shardclip.training.data.ranges import file_system
 from shardclip.training.data.sources import RawSample, is_local
 
 log = logging.getLogger(__name__)
 
+Item = TypeVar("Item")
+
 END_MARK = bytes(1024)
 """A tar file ends with two blocks of zeros."""
+STREAM_BYTES = 8 * 2**20
+"""Bytes that are fetched from a store at once."""
 OPENED_BY_WEBDATASET = ("pipe:", "http://", "https://", "ais://", "sftp://", "ftps://", "scp://", "hf://")
 
 
 class Incomplete(OSError):
     """A shard whose end did not arrive."""
+
+
+class Unreadable(OSError):
+    """A shard that could not be read to its end, however often it was opened."""
 
 
 class Readable(Protocol):
@@ -77,12 +87,8 @@ def open_stream(url: str) -> Readable:
         return gopen(url, "rb")
     if is_local(url):
         return open(url.removeprefix("file://"), "rb")
-    import fsspec
-
-    try:
-        return fsspec.open(url, "rb", block_size=2**23, cache_type="readahead").open()
-    except ImportError as error:
-        raise UserError(f"{url} cannot be read: {error}.") from error
+    system, path = file_system(url)
+    return system.open(path, "rb", block_size=STREAM_BYTES, cache_type="readahead")
 
 
 class RemoteShard:
@@ -105,13 +111,27 @@ class RemoteShard:
     def samples(self, first: int = 0) -> Iterator[RawSample]:
         """The samples from number `first` on. After a failure the shard is opened again and gone on with;
         if that does not help, a last sample with a `problem` stands for what is missing."""
-        done = first
+        try:
+            yield from self._retried(self._read, first)
+        except Unreadable:
+            yield RawSample(short_name(self.url), problem="shard cannot be read to its end")
+
+    def count(self) -> int:
+        """How many samples there are, by one reading of the members' names.
+
+        Raises:
+            Unreadable: it failed as often as is tried.
+        """
+        return sum(1 for _ in self._retried(self._keys, 0))
+
+    def _retried(self, read: Callable[[], Iterator[Item]], done: int) -> Iterator[Item]:
+        """What `read` gives from number `done` on, each once, though it may have to begin again."""
         for attempt in range(self._retries + 1):
             try:
-                for number, raw in enumerate(self._read()):
+                for number, item in enumerate(read()):
                     if number >= done:
                         done = number + 1
-                        yield raw
+                        yield item
                 return
             except UserError:
                 raise
@@ -124,15 +144,38 @@ class RemoteShard:
                     break
                 if attempt < self._retries:
                     time.sleep(self._pause * 2**attempt)
-        yield RawSample(short_name(self.url), problem="shard cannot be read to its end")
+        raise Unreadable(self.failure)
+
+    @contextmanager
+    def _opened(self) -> Iterator[Checked]:
+        """The shard's bytes; whoever is done with them has read them to a whole end."""
+        stream = Checked(open_stream(self.url))
+        try:
+            yield stream
+        except tarfile.TarError:
+            stream.finish()  # a command or connection that failed says more of it than the tar that it broke
+            raise
+        stream.finish()
+
+    def _keys(self) -> Iterator[str]:
+        """One reading from the front of the samples' keys; a sample is members of one key in a row."""
+        last = ""
+        with self._opened() as stream, tarfile.open(fileobj=cast(IO[bytes], stream), mode="r|*") as tar:
+            while (member := tar.next()) is not None:
+                tar.members = []  # type: ignore[attr-defined]  # the list would grow with the shard
+                if not member.isfile() or not self._select(member.name):
+                    continue
+                key = self._split(member.name)[0]
+                if key != last:
+                    yield key
+                last = key
 
     def _read(self) -> Iterator[RawSample]:
         """One reading from the front. webdataset iterates over the tar and groups its members."""
         from webdataset.tariterators import group_by_keys, tar_file_expander
 
-        stream = Checked(open_stream(self.url))
-        files = tar_file_expander([{"url": self.url, "stream": stream}], select_files=self._select)
-        try:
+        with self._opened() as stream:
+            files = tar_file_expander([{"url": self.url, "stream": stream}], select_files=self._select)
             for sample in group_by_keys(files, keys=self._split, handler=_note):
                 raw = RawSample(f"{short_name(self.url)}:{sample['__key__']}")
                 for role, suffixes in self._wanted.items():
@@ -140,10 +183,6 @@ class RemoteShard:
                     if found:
                         raw.parts[role] = found[0]
                 yield raw
-        except tarfile.TarError:
-            stream.finish()  # a command or connection that failed says more of it than the tar that it broke
-            raise
-        stream.finish()
 
     def _select(self, name: str) -> bool:
         """Whether a member is read at all."""

@@ -7,7 +7,6 @@ streams, which share its samples out by turns. Blocks are shuffled as in `stream
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 from shardclip.errors import UserError
 from shardclip.training.data.index import SampleKey
 from shardclip.training.data.order import BLOCK, block_order, epoch_runs
-from shardclip.training.data.remote import RemoteShard, open_stream, short_name
+from shardclip.training.data.remote import RemoteShard, short_name
 from shardclip.training.data.sources import RawSample
 
 log = logging.getLogger(__name__)
@@ -43,8 +42,8 @@ class RemoteData:
     rule: SampleKey
     retries: int
     resampled: bool = False
-    counted: int | None = None
-    """Samples of all shards, where something says so."""
+    counted: list[int] | None = None
+    """Samples of each source; None where --train-num-samples says what an epoch is."""
     _suffixes: dict[str, None] = field(default_factory=dict)
 
     @property
@@ -57,19 +56,18 @@ class RemoteData:
         """Samples of one epoch.
 
         Raises:
-            UserError: nothing tells it.
+            UserError: none was found.
         """
-        if self.counted is None:
-            raise UserError(
-                "how many samples the remote shards hold is not known: give --train-num-samples, or put a "
-                'sizes.json ({"00000.tar": 10000, ...}) beside the shards.'
-            )
-        return self.counted
+        if not self.counted or not sum(self.counted):
+            raise UserError(f"no sample of the remote shards could be counted ({self.found()}).")
+        if self.resampled:
+            return sum(self.counted)
+        return round(sum(count * factor for count, factor in zip(self.counted, self.factors, strict=True)))
 
     @property
     def distinct(self) -> int:
         """Samples that there are, as far as is known."""
-        return self.counted or 2**62
+        return sum(self.counted or [2**62])
 
     def fingerprint(self) -> list[int]:
         """What must not change under a run that is resumed: the number of shards of each source."""
@@ -80,8 +78,8 @@ class RemoteData:
         wanted = "; ".join(f"{role}: {', '.join(names)}" for role, names in self.wanted.items())
         return f"suffixes found: {', '.join(self._suffixes) or 'none'}; suffixes wanted: {wanted}"
 
-    def units(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The epoch's (source, shard * parts + part) in order."""
+    def units(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
+        """The epoch's (source, shard * parts + part, met before) in order."""
         counts = [len(shards) * self.parts for shards in self.shards]
         return epoch_runs(counts, self.factors, self.seed, epoch, self.resampled)
 
@@ -179,7 +177,7 @@ class RemoteStream:
         epoch, before, first, offset = start.epoch, start.before, start.unit, start.offset
         unreadable = 0
         while True:
-            source, unit = self._data.units(epoch)
+            source, unit, again = self._data.units(epoch)
             for row in range(first, len(unit)):
                 if (before + row) % self._data.streams != self.number:
                     continue
@@ -193,43 +191,12 @@ class RemoteStream:
                             f"{GIVE_UP} remote shards in a row could not be read, the last of them "
                             f"{shard.url}: {shard.failure}"
                         )
+                    raw.again = bool(again[row])
                     if number % self._data.parts == part or raw.problem is not None:
                         yield raw, RemotePosition(epoch, before, row, number + 1)
                 offset = 0
             epoch, before, first = epoch + 1, before + len(unit), 0
             yield None, RemotePosition(epoch, before)
-
-
-def count(shards: list[list[str]]) -> int | None:
-    """Samples of all shards by the `sizes.json` of their folders or img2dataset's `_stats.json`; None if
-    neither tells it for every shard."""
-    sizes: dict[str, dict[str, int]] = {}
-    total = 0
-    for url in (url for source in shards for url in source):
-        if url.startswith("pipe:"):
-            return None
-        folder, _, name = url.rpartition("/")
-        if folder not in sizes:
-            sizes[folder] = _json(f"{folder}/sizes.json")
-        samples = sizes[folder].get(name)
-        if samples is None:
-            samples = _json(f"{url.removesuffix('.tar')}_stats.json").get("successes")
-        if samples is None:
-            return None
-        total += int(samples)
-    return total
-
-
-def _json(url: str) -> dict[str, int]:
-    """A remote JSON object; empty if it is not there."""
-    try:
-        stream = open_stream(url)
-        content = stream.read()
-        stream.close()
-        found = json.loads(content)
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def say_how_dealt(data: RemoteData) -> None:

@@ -36,6 +36,8 @@ class Sample:
     """[3, H, W] uint8, None for a caption without a picture."""
     captions: list[str]
     """One in training, all that there are in evaluation, none for a picture without a caption."""
+    again: bool = False
+    """See `RawSample`."""
 
 
 class Captions:
@@ -117,7 +119,7 @@ class SampleMaker:
             pixels = None if content is None else self._decoder(content, seed)
         except Undecodable as error:
             raise LeftOut(str(error)) from error
-        return Sample(raw.key, pixels, captions)
+        return Sample(raw.key, pixels, captions, raw.again)
 
     def _chosen(self, raw: RawSample, seed: int) -> list[str]:
         if self._all_captions:
@@ -157,4 +159,5 @@ def collate(
         keys=[sample.key for sample in samples],
         state=state,
         skipped=dict(skipped),
+        repeated=sum(sample.again for sample in samples),
     )

@@ -29,6 +29,9 @@ class RawSample:
     """Where it came from: "shard.tar:key", "table.csv:line"."""
     parts: dict[str, bytes | NDArray[np.uint8]] = field(default_factory=dict)
     """Content by role ("image", "text", "json", "cls"); an image may be an array [H, W, 3] already."""
+    again: bool = False
+    """Whether it was met before, in an earlier epoch or an earlier turn of this one. (It goes by the order of
+    the epochs: streams that stand a few samples apart do not change it.)"""
     problem: str | None = None
     """Why nothing could be read (a reason to count), None if all went well."""
 
@@ -165,15 +168,16 @@ def open_source(
         UserError: the source holds no sample.
     """
     kind = kind_of(shards, config)
-    if kind == "stream":
-        raise UserError(
-            f"{shards[0]} can only be read from its front. Evaluation reads by seeking: copy the shards to "
-            "this machine, uncompressed."
-        )
     source: Source
-    if kind == "tar":
+    if kind in ("tar", "stream"):
+        from shardclip.training.data.ranges import has_ranges
         from shardclip.training.data.tar import TarSource
 
+        if front_only := [shard for shard in shards if not has_ranges(shard)]:
+            raise UserError(
+                f"{front_only[0]} can only be read from its front. Evaluation and `shardclip doctor` read by "
+                "seeking: copy the shards to this machine, uncompressed."
+            )
         source = tars = TarSource(shards, wanted, config.sample_key, first % len(shards))
         if tars.shard_samples.sum() and not tars.offers(whole=config.unpaired == "drop" or "cls" in wanted):
             raise UserError(f"no sample of {tars.name} can be used ({tars.found()}).")

@@ -16,8 +16,8 @@ from shardclip.training.data.sources import RawSample, Source
 Integers = NDArray[np.int64]
 
 
-Located = tuple[Source, int, object]
-"""(source, shard, what the source's `fetch` needs)."""
+Located = tuple[Source, int, object, bool]
+"""(source, shard, what the source's `fetch` needs, whether it was met before)."""
 
 
 class Stream(Protocol):
@@ -63,6 +63,7 @@ class EpochPlan:
 
     source: Integers
     run: Integers
+    again: NDArray[np.bool_]
     ends: Integers
     samples: int
 
@@ -115,12 +116,12 @@ class SeekingData:
         """The order of an epoch (the last few are kept: streams need not stand in the same one)."""
         if epoch not in self._plans:
             counts = [len(runs.shard) for runs in self._runs]
-            source, run = epoch_runs(counts, self.factors, self.seed, epoch, self.resampled)
+            source, run, again = epoch_runs(counts, self.factors, self.seed, epoch, self.resampled)
             samples = np.zeros(len(source), dtype=np.int64)
             for number, runs in enumerate(self._runs):
                 samples[source == number] = runs.samples[run[source == number]]
             ends = np.cumsum(samples)
-            self._plans[epoch] = EpochPlan(source, run, ends, int(ends[-1]) if len(ends) else 0)
+            self._plans[epoch] = EpochPlan(source, run, again, ends, int(ends[-1]) if len(ends) else 0)
             while len(self._plans) > 2:
                 self._plans.popitem(last=False)
         return self._plans[epoch]
@@ -128,21 +129,23 @@ class SeekingData:
     def entries(self, plan: EpochPlan, start: int, stop: int) -> list[Located]:
         """What lies at the places [start, stop) of an epoch's sequence, in order."""
         first, last = np.searchsorted(plan.ends, [start, stop - 1], side="right")
-        pieces: dict[tuple[int, int], list[tuple[int, Integers]]] = {}
+        pieces: dict[tuple[int, int], list[tuple[int, Integers, bool]]] = {}
         for row in range(int(first), int(last) + 1):
             source, run = int(plan.source[row]), int(plan.run[row])
             runs = self._runs[source]
             begin = int(plan.ends[row]) - int(runs.samples[run])
             low, high = max(start, begin), min(stop, int(plan.ends[row]))
             numbers = np.arange(low - begin, high - begin) + runs.first[run]
-            pieces.setdefault((source, int(runs.shard[run])), []).append((low - start, numbers))
+            pieces.setdefault((source, int(runs.shard[run])), []).append(
+                (low - start, numbers, bool(plan.again[row]))
+            )
         found: list[Located | None] = [None] * (stop - start)
         for (number, shard), parts in pieces.items():
             source_ = self.sources[number]
-            located = iter(source_.locate(shard, np.concatenate([numbers for _, numbers in parts])))
-            for place, numbers in parts:
+            located = iter(source_.locate(shard, np.concatenate([numbers for _, numbers, _ in parts])))
+            for place, numbers, again in parts:
                 for offset in range(len(numbers)):
-                    found[place + offset] = (source_, shard, next(located))
+                    found[place + offset] = (source_, shard, next(located), again)
         return [entry for entry in found if entry is not None]
 
 
@@ -176,9 +179,10 @@ class SeekingStream:
         block, within = divmod(at.taken, BLOCK)
         if self._block != (at.epoch, block):
             self._load_block(block, start, stop)
-        source, shard, entry = self._entries[within]
+        source, shard, entry, again = self._entries[within]
         self._reading(source.shard_name(shard))
         raw = source.fetch(entry)
+        raw.again = again
         self._at = replace(at, taken=at.taken + 1, place=at.place + 1)
         return raw, at.place
 

@@ -1,4 +1,4 @@
-"""Local tar shards, read by seeking with the help of their indexes."""
+"""Tar shards read by seeking with the help of their indexes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from shardclip.training.data.index import SampleKey, shard_index, shard_samples
 from shardclip.training.data.order import run_length
+from shardclip.training.data.ranges import Pieces
 from shardclip.training.data.sources import RawSample
 
-OPEN_FILES = 64
 CACHED_BYTES = 32 * 2**20
 """Bytes of shard indexes that a reading process keeps."""
 
@@ -23,8 +23,8 @@ class Member(NamedTuple):
 
     shard: int
     key: str
-    places: tuple[tuple[str, int, int], ...]
-    """(role, offset, bytes) of each wanted member that the sample has."""
+    places: tuple[tuple[str, int, int], ...] | None
+    """(role, offset, bytes) of each wanted member that the sample has; None if the shard is not there now."""
 
 
 class Places(NamedTuple):
@@ -40,7 +40,7 @@ class Places(NamedTuple):
 
 
 class TarSource:
-    """The samples of local tar files. Only wanted members are read."""
+    """The samples of tar files, local or in a store that serves ranges. Only wanted members are read."""
 
     def __init__(
         self, shards: list[str], wanted: dict[str, tuple[str, ...]], rule: SampleKey, first: int = 0
@@ -53,10 +53,10 @@ class TarSource:
         self.grain = run_length(int(self.shard_samples.sum()))
         self._places: OrderedDict[int, Places] = OrderedDict()
         self._places_bytes = 0
-        self._files: OrderedDict[int, int] = OrderedDict()
+        self._pieces = Pieces()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_files": OrderedDict(), "_places": OrderedDict(), "_places_bytes": 0}
+        return {**self.__dict__, "_places": OrderedDict(), "_places_bytes": 0}
 
     def shard_name(self, shard: int) -> str:
         """The path of a shard."""
@@ -67,9 +67,9 @@ class TarSource:
         try:
             places = self._places_of(shard)
         except OSError:
-            return [Member(shard, f"sample {number}", ()) for number in samples]
+            return [Member(shard, f"sample {number}", None) for number in samples]
         if len(places.keys) <= samples.max(initial=-1):
-            return [Member(shard, f"sample {number}", ()) for number in samples]
+            return [Member(shard, f"sample {number}", None) for number in samples]
         columns = [
             (role, *(column[samples].tolist() for column in both)) for role, both in places.roles.items()
         ]
@@ -87,9 +87,10 @@ class TarSource:
         assert isinstance(entry, Member)
         raw = RawSample(f"{os.path.basename(self.shards[entry.shard])}:{entry.key}")
         try:
-            file = self._file(entry.shard)
+            if entry.places is None:
+                raise FileNotFoundError
             for role, offset, size in entry.places:
-                content = os.pread(file, size, offset)
+                content = self._pieces.read(self.shards[entry.shard], offset, size)
                 if len(content) < size:
                     raw.problem = "shard cut short"
                     break
@@ -142,13 +143,3 @@ class TarSource:
         while self._places_bytes > CACHED_BYTES and len(self._places) > 1:
             self._places_bytes -= self._places.popitem(last=False)[1].bytes
         return places
-
-    def _file(self, shard: int) -> int:
-        if shard in self._files:
-            self._files.move_to_end(shard)
-            return self._files[shard]
-        file = os.open(self.shards[shard], os.O_RDONLY | os.O_CLOEXEC)
-        self._files[shard] = file
-        if len(self._files) > OPEN_FILES:
-            os.close(self._files.popitem(last=False)[1])
-        return file

@@ -1,0 +1,138 @@
+"""How many samples remote shards hold: what lies beside them says so, else one pass over their headers."""
+
+from __future__ import annotations
+
+import json
+import logging
+import posixpath
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from rich.progress import track
+
+from shardclip.training.data.config import DataConfig
+from shardclip.training.data.remote import RemoteShard, Unreadable, open_stream
+from shardclip.training.data.sources import expand, kind_of
+
+log = logging.getLogger(__name__)
+
+AT_ONCE = 8
+"""Shards that a process counts at the same time."""
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What one rank has found out of its share of the shards."""
+
+    samples: tuple[int, ...]
+    """Of each source."""
+    read: int
+    """Shards that had to be read, as nothing beside them told."""
+
+
+def count_remote(config: DataConfig, rank: int = 0, world_size: int = 1) -> Counted | None:
+    """This rank's share of the samples of --train-data; None where no shard is remote or --train-num-samples
+    says it. Rank 0 draws a progress bar.
+
+    A shard's number is taken from its folder's `sizes.json` ({"00000.tar": 10000, ...}), from img2dataset's
+    `_stats.json` beside it, or from its folder's `__len__` (open_clip's file: one number for all); else the
+    shard is read. One that cannot be read counts nothing, and is said.
+    """
+    if config.train_num_samples is not None or config.dataset_type == "synthetic" or not config.train_data:
+        return None
+    listed = expand(config.train_data)
+    if not any(kind_of(shards, config) == "stream" for shards in listed):
+        return None
+    numbered = [(source, url) for source, shards in enumerate(listed) for url in shards]
+    counter = _Counter(config, [url for _, url in numbered])
+    mine = numbered[rank::world_size]
+    samples = [0] * len(listed)
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        counts = pool.map(counter.count, [url for _, url in mine])
+        bar = track(counts, "counting remote shards", total=len(mine), disable=rank > 0)
+        for (source, _), count in zip(mine, bar, strict=True):
+            samples[source] += count
+    return Counted(tuple(samples), counter.read)
+
+
+def total(shares: Sequence[Counted]) -> list[int]:
+    """The samples of each source by all ranks' shares; says so where shards had to be read."""
+    samples = [sum(column) for column in zip(*(share.samples for share in shares), strict=True)]
+    if read := sum(share.read for share in shares):
+        log.warning(
+            "%s samples were counted by reading %d remote shards; --train-num-samples, or a sizes.json "
+            "beside the shards, spares the next run that",
+            f"{sum(samples):,}",
+            read,
+        )
+    return samples
+
+
+class _Counter:
+    """Counts shard by shard, with what their folders tell of them at hand."""
+
+    def __init__(self, config: DataConfig, urls: list[str]) -> None:
+        self._config = config
+        first_of: dict[str, str] = {}
+        for url in urls:
+            first_of.setdefault(posixpath.dirname(url), url)
+        folders = {folder: url for folder, url in first_of.items() if not url.startswith("pipe:")}
+        self._sizes = {folder: _object(f"{folder}/sizes.json") for folder in folders}
+        self._lengths = {
+            folder: _number(f"{folder}/__len__") for folder in folders if not self._sizes[folder]
+        }
+        self._first = set(folders.values())
+        self.read = 0
+
+    def count(self, url: str) -> int:
+        """Samples of a shard."""
+        folder, name = posixpath.split(url)
+        told = None if url.startswith("pipe:") else self._told(url, folder, name)
+        return self._by_reading(url) if told is None else told
+
+    def _told(self, url: str, folder: str, name: str) -> int | None:
+        if (samples := self._sizes[folder].get(name)) is not None:
+            return int(samples)
+        stats = _object(f"{url.removesuffix('.tar')}_stats.json") if url.endswith(".tar") else {}
+        if (samples := stats.get("successes")) is not None:
+            return int(samples)
+        length = self._lengths.get(folder)
+        if length is None:
+            return None
+        return length if url in self._first else 0
+
+    def _by_reading(self, url: str) -> int:
+        self.read += 1
+        shard = RemoteShard(url, self._config.wanted(), self._config.sample_key, self._config.data_retries)
+        try:
+            return shard.count()
+        except Unreadable as error:
+            log.warning("%s is left out of the count: %s", url, error)
+            return 0
+
+
+def _object(url: str) -> dict[str, Any]:
+    """A remote JSON object; empty if it is not there."""
+    try:
+        found = json.loads(_content(url))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _number(url: str) -> int | None:
+    """The number in a remote file; None if it is not there."""
+    try:
+        return int(_content(url))
+    except (OSError, ValueError):
+        return None
+
+
+def _content(url: str) -> bytes:
+    stream = open_stream(url)
+    try:
+        return stream.read()
+    finally:
+        stream.close()
