@@ -60,9 +60,14 @@ class DualEncoder(nn.Module):
 
     def text_input(self, tokens: Tensor) -> Tensor | PackedTexts:
         """Token ids [T, L] on the CPU as what `forward` computes least for, to the same features."""
-        if self.end_mark is not None:
-            return pack(tokens, self.end_mark)
-        return tokens if self.sees_padding else without_padding(tokens)
+        if self.sees_padding:
+            return tokens
+        cut = without_padding(tokens)
+        if self.end_mark is None:
+            return cut
+        packed = pack(tokens, self.end_mark)
+        # Where every caption is long, a row each, with one mask for all, takes no more and less memory.
+        return packed if packed.tokens.numel() < cut.numel() else cut
 
     def forward(
         self,
