@@ -137,7 +137,9 @@ def test_every_flag_that_a_page_names_is_one() -> None:
         *OF_OTHERS,
     }
     known |= {name.replace("_", "-") for name in PlanConfig.__dataclass_fields__}
-    known |= {"config", "help", "quick", "out", "format", "dtype", "metrics"}
+    known |= {"config", "help", "out", "format", "dtype", "metrics"}
+    for script in ROOT.glob("scripts/**/*.py"):
+        known |= set(re.findall(r'"--([a-z-]+)"', script.read_text(encoding="utf-8")))
     for page in PAGES:
         named = re.findall(
             r"(?<![\w-])--([a-z][a-z0-9-]*[a-z0-9])(?![a-z0-9-])", page.read_text(encoding="utf-8")
@@ -146,11 +148,14 @@ def test_every_flag_that_a_page_names_is_one() -> None:
         assert unknown == set(), page
 
 
-def test_links_between_the_pages_lead_somewhere() -> None:
+def test_links_and_files_that_a_page_names_are_there() -> None:
     index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
     for page in PAGES:
-        links = re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8"))
+        text = page.read_text(encoding="utf-8")
+        links = re.findall(r"\]\(([^)#]+)\)", text)
         assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
+        files = re.findall(r"`((?:tests|scripts|src)/[\w./-]+)`", text)
+        assert [file for file in files if not (ROOT / file).exists()] == [], page
         assert page.name == "README.md" or f"({page.name})" in index
 
 

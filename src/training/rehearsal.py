@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from shardclip.errors import UserError
 from shardclip.training.checkpoint.remote import RemoteConfig
@@ -114,6 +115,9 @@ def planned(config: TrainConfig, machines: Machines) -> tuple[str, bool]:
     from shardclip.training.planning.extrapolation import predict
     from shardclip.training.planning.simulation import World, simulated
 
+    if dist.is_initialized():
+        # FSDP makes a group for one process too, and nobody took it down.
+        dist.destroy_process_group()
     world = World(machines.ranks, machines.ranks_per_node)
     spec = factory.resolve(config.model, sigmoid=config.objective.siglip)
     with simulated(world):
