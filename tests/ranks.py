@@ -1,9 +1,9 @@
 """Real processes for distributed tests: one start, many cases.
 
 `RankPool(n).run(function, *args)` calls `function(*args)` on n processes joined by gloo and returns the n
-results in rank order. Processes are forked from a server that has imported torch and open_clip once, so a
-pool starts in well under a second. A case that raises on any rank, or takes too long, ends the pool's
-processes; the next case gets new ones.
+results in rank order. Processes are forked from a server that has imported torch, open_clip and the training
+loop once, so a pool starts in well under a second. A case that raises on any rank, or takes too long, ends
+the pool's processes; the next case gets new ones.
 """
 
 import multiprocessing
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "open_clip"])
+_context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "open_clip", "shardclip.training.loop"])
 
 
 def _serve(rank: int, world_size: int, rendezvous: str, pipe: Connection) -> None:

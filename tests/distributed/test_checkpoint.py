@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.tensor import DTensor
 from train_states import TINY, different, load_latest, open_checkpoints, resumed, state_of, step, whole
 
 from shardclip.errors import UserError
 from shardclip.models.factory import ModelSpec, build
 from shardclip.training.checkpoint import CheckpointConfig, TrainState, published, read_state
 from shardclip.training.checkpoint.config import to_prune
-from shardclip.training.checkpoint.state import to_plain, to_tensors
+from shardclip.training.checkpoint.state import load_targets, to_plain, to_tensors
 from shardclip.training.checkpoint.storage import PublishingWriter, SafeReader
 
 ENGINES = [
@@ -74,6 +75,22 @@ def test_b47_b14_every_checkpoint_resumes_under_every_engine(
             assert wrong == []
             assert loss == pytest.approx(expected, abs=1e-6)
             assert progress == {"samples_seen": 12, "loader": {"stream": [1, 2]}}
+
+
+def share_to_load(folder: Path) -> float:
+    """How much of a checkpoint's weights and moments this rank under FSDP makes room for."""
+    path = open_checkpoints(folder).latest()
+    assert path is not None
+    targets = load_targets(state_of("fsdp"), SafeReader(path).tensors(), 0)
+    own = [value.to_local() if isinstance(value, DTensor) else value for value in targets.values()]
+    return sum(value.numel() for value in own) / sum(value.numel() for value in targets.values())
+
+
+def test_b47_a_rank_loads_its_share_alone(ranks: Any, saved: dict[Path, float]) -> None:
+    whole_model = next(iter(saved))
+    # Scale, bias and random states are whole on all.
+    for world, most in ((2, 0.6), (4, 0.4)):
+        assert max(ranks(world).run(share_to_load, whole_model)) < most
 
 
 def test_b14_the_scale_has_one_shape_and_its_moments_are_carried(saved: dict[Path, float]) -> None:

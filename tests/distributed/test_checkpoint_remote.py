@@ -148,6 +148,7 @@ def take_there(environment: dict[str, str], url: str) -> Any:
     return path and path.name, whole(state)
 
 
+@pytest.mark.long
 def test_b49_b50_kills_leave_the_previous_one_in_a_bucket(ranks: Any, tmp_path: Path, bucket: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
     url = f"{bucket}/{tmp_path.name}"

@@ -1,6 +1,7 @@
 """Nothing is lost: runs killed, told to stop or broken; saves that are killed, full disks, damage."""
 
 import itertools
+import json
 import os
 import random
 import re
@@ -10,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -62,17 +63,18 @@ class Struck:
         newest = published(folder / "runs" / "run" / "checkpoints")[-1:]
         assert [fault(path) for path in newest] in ([], [None])
         self.saved = max(map(samples_of, newest), default=0) // GLOBAL_BATCH
-        self.made = max(losses(folder, "run"))
+        self.made = max(losses(folder, "run"), default=0)
 
 
 def test_b25_b40_a_run_that_is_stopped_and_killed_again_and_again_loses_nothing(
     tmp_path: Path, calm: Path
 ) -> None:
+    before_the_first_step = Struck(tmp_path, "SIGTERM", "data", 1)
     in_training = Struck(tmp_path, "SIGTERM", "train", 2)
     while_data_stalls = Struck(tmp_path, "SIGTERM", "train", in_training.saved + 2, stalled=("training", 1))
     killed = Struck(tmp_path, "SIGKILL", "train", 6, "--no-async-save")
     in_evaluation = Struck(tmp_path, "SIGTERM", "evaluate", STEPS, stalled=("validation", 0))
-    for stopped in (in_training, while_data_stalls, in_evaluation):
+    for stopped in (before_the_first_step, in_training, while_data_stalls, in_evaluation):
         assert stopped.codes == [EXIT_REQUEUE] * 2, stopped.said
         assert stopped.saved == stopped.made
     assert while_data_stalls.made == in_training.made + 1
@@ -223,16 +225,19 @@ SOAK = int(os.environ.get("SHARDCLIP_KILLS", "5"))
 """Kills at random moments; `make soak` asks for 50."""
 
 
-def save_until_killed(folder: Path, seed: int) -> None:
-    """Save again and again; one rank kills itself in one of the first saves, at any point of it."""
+def save_until_killed(folder: Path, seed: int, kill: bool) -> None:
+    """Take the newest checkpoint and note which; then save until one rank kills itself in the middle."""
     chance = random.Random(seed)
     state = state_of("fsdp")
     step(state)
+    path = load_latest(folder, state)
     checkpoints = open_checkpoints(folder, keep_last=2)
-    load_latest(folder, state)
+    taken = [0 if path is None else samples_of(path), float(state.model.logit_scale.detach())]
+    with (folder / f"taken-{checkpoints.rank}.jsonl").open("a") as file:
+        file.write(json.dumps(taken) + "\n")
     victim = chance.randrange(2)
     seconds = 0.0
-    for number in itertools.count(1):
+    for number in itertools.count(1) if kill else ():
         samples = int(state.progress.get("samples", 0)) + 1
         state.progress["samples"] = samples
         with torch.no_grad():
@@ -246,26 +251,22 @@ def save_until_killed(folder: Path, seed: int) -> None:
         seconds = time.perf_counter() - start
 
 
-def newest(folder: Path) -> tuple[int, float]:
-    """Samples seen of the newest checkpoint that a new start takes, and the value that it was given."""
-    state = state_of("fsdp")
-    path = load_latest(folder, state)
-    assert path is not None
-    return samples_of(path), float(state.model.logit_scale.detach())
-
-
 def test_b49_b50_kills_at_random_moments_lose_nothing(ranks: Any, tmp_path: Path) -> None:
-    lost, last = 0, 0
     for seed in range(SOAK):
         with pytest.raises(AssertionError, match=r"died|Connection closed|reset by peer"):
-            ranks(2).run(save_until_killed, tmp_path, seed)
+            ranks(2).run(save_until_killed, tmp_path, seed, True)
         assert [path for path in published(tmp_path) if fault(path) is not None] == []
-        (samples, value), other = ranks(2).run(newest, tmp_path)
-        assert other == (samples, value)
-        # Two saves were finished before the one of the kill, which may be published or not.
-        lost += samples < last + 2 or value != samples
-        last = samples
-    assert lost == 0
+    ranks(2).run(save_until_killed, tmp_path, SOAK, False)
+    taken, by_the_other = (
+        [json.loads(line) for line in (tmp_path / f"taken-{rank}.jsonl").read_text().splitlines()]
+        for rank in range(2)
+    )
+    assert taken == by_the_other
+    assert len(taken) == SOAK + 1
+    # Two saves were finished before the one of the kill, which may be published or not.
+    lost = [before + 2 - later for (before, _), (later, _) in pairwise(taken) if later < before + 2]
+    assert lost == []
+    assert [samples for samples, value in taken[1:] if value != samples] == []
 
 
 def cut(path: Path) -> str:

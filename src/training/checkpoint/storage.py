@@ -181,13 +181,13 @@ class PublishingWriter(FileSystemWriter):
         return StorageMeta(save_id=self.save_id)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Make the folder."""
-        self.fs.mkdir(self.path)
+        """Nothing: rank 0 makes the folder."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On rank 0, before anybody writes."""
+        """On rank 0, before anybody writes: make the folder."""
         self._folder.make_room(self._name)
+        self.fs.mkdir(self.path)
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
