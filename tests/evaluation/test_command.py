@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from evaluation import small
+from launched import Launched, torchrun_environments
 
 from shardclip.cli import main
 from shardclip.errors import UserError
@@ -90,6 +91,22 @@ def test_a_run_and_what_is_exported_from_it_give_the_models_figures(
     assert retrieved["samples"] == 21
     assert retrieved["metrics"]["image_retrieval_recall@5"] == retrieved["metrics"]["text_to_image_R@5"]
     assert set(classified) >= {"dataset", "model", "pretrained", "task", "metrics", "language"}
+
+
+def test_two_processes_with_a_sharded_model_give_the_same_figures(
+    folder: Path, expected: list[Result], tmp_path: Path
+):
+    data = ["--val-data", str(folder / "pairs"), "--zeroshot-data", str(folder / "labelled")]
+    out = tmp_path / "results.jsonl"
+    words = ["eval", str(folder / "run"), *data, "--results", str(out), "--fsdp", *FLAGS]
+    with Launched(tmp_path, torchrun_environments(2), main, words) as launched:
+        assert launched.end() == [0, 0], launched.all_said
+    found = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [result["samples"] for result in found] == [13, 21]
+    for result, wanted in zip(found, expected, strict=True):
+        assert {name: result["metrics"][name] for name in wanted.metrics} == pytest.approx(
+            wanted.metrics, abs=1e-6
+        )
 
 
 @pytest.mark.parametrize(("data", "place"), [("labelled", 0), ("pairs", 1)])

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from shardclip.training.distributed import Processes
+from shardclip.training.evaluation.progress import Progress
 from shardclip.training.signals import Stoppable, Stopped
 
 Item = TypeVar("Item")
 
-_log = logging.getLogger(__name__)
 _DONE, _MORE, _STOPPED, _FAILED = 0, 1, 2, 3
-_SECONDS_BETWEEN_LINES = 15.0
 
 
 def lockstep(batches: Iterable[Item], processes: Processes, what: str) -> Iterator[Item | None]:
@@ -34,13 +31,16 @@ def lockstep(batches: Iterable[Item], processes: Processes, what: str) -> Iterat
     """
     source = Stoppable(iter(batches), processes.stop)
     try:
-        yield from _turns(source, processes, what)
+        total = len(batches) if isinstance(batches, Sized) else None
+        progress = Progress(f"{what}: batches on each rank", total, is_primary=processes.is_primary)
+        yield from _turns(source, processes, what, progress)
     finally:
         source.close()
 
 
-def _turns(source: Stoppable[Item], processes: Processes, what: str) -> Iterator[Item | None]:
-    turns, last_line = 0, time.monotonic()
+def _turns(
+    source: Stoppable[Item], processes: Processes, what: str, progress: Progress
+) -> Iterator[Item | None]:
     exhausted = False
     while True:
         batch: Item | None = None
@@ -61,10 +61,7 @@ def _turns(source: Stoppable[Item], processes: Processes, what: str) -> Iterator
         if agreed == _DONE:
             return
         yield batch
-        turns += 1
-        if processes.is_primary and time.monotonic() - last_line > _SECONDS_BETWEEN_LINES:
-            last_line = time.monotonic()
-            _log.info("%s: %d batches on each rank", what, turns)
+        progress.advance()
 
 
 def _state(batch: object, failure: Exception | None, processes: Processes) -> int:
