@@ -11,11 +11,14 @@ SLURM = slurm-wlm munge iproute2
 # One process takes the batch of two: the same global batches, the same losses.
 ENGINE_FLAGS_none = --batch-size 256
 ENGINE_FLAGS_ddp = --nproc 2 --ddp
-# Few FSDP units: on so small a model the collectives cost more than what they carry.
-ENGINE_FLAGS_fsdp = --nproc 2 --fsdp --fsdp-no-reshard-after-forward \
-	--fsdp-layers-to-wrap AttentionPool2d ResidualAttentionBlock
+# Gathered once a step: on so small a model the collectives cost more than what they carry.
+ENGINE_FLAGS_fsdp = --nproc 2 --fsdp --fsdp-no-reshard-after-forward
 
-.PHONY: venv data train test test-all soak test-slurm lint
+# Of `make bench`: QUICK=1 for small sizes, to see that all of it works.
+QUICK ?=
+PEER = .peer
+
+.PHONY: venv data train test test-all soak test-slurm lint bench
 
 venv: $(VENV)
 
@@ -49,6 +52,17 @@ soak: $(VENV)
 test-slurm: $(VENV)
 	dpkg -s $(SLURM) >/dev/null 2>&1 || { apt-get update -qq && apt-get install -y -qq $(SLURM); }
 	$(BIN)/python -m pytest -m slurm tests/slurm
+
+# open_clip's trainer wants an older webdataset than shardclip does: it finds one in a folder of its own.
+$(PEER)/python: $(VENV)
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(PEER)/packages webdataset==0.2.86
+	printf '%s\n' '#!/bin/sh' 'here=$$(cd "$$(dirname "$$0")" && pwd)' \
+		'PYTHONPATH=$$here/packages exec "$$here/../$(BIN)/python" "$$@"' > $@
+	chmod +x $@
+
+bench: $(VENV) $(PEER)/python
+	$(BIN)/python scripts/bench/all.py --peer-python $(PEER)/python \
+		$(if $(QUICK),--quick --repeats 1 --out runs/bench,--out docs/benchmarks)
 
 # A type checker finds the package by its folder's name, so it is shown one that is called shardclip.
 lint: $(VENV)

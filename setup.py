@@ -54,6 +54,8 @@ setup(
             "uharfbuzz==0.57.0",
             "matplotlib>=3.10",
         ],
+        # What open_clip's trainer imports beside its package.
+        "bench": ["pandas>=3.1"],
         "dev": [
             "moto[server]>=5.2",
             "pandas>=3.1",

@@ -29,56 +29,12 @@ from typing import Any
 import numpy as np
 from PIL import Image
 from report import Row, compared, in_turns, parser, show
+from shards import caption, photograph, write_shard
 
 SIZES = {"256": (256, 256), "512": (384, 512), "1024": (768, 1024)}
 """Height and width of the pictures, by the name of their row."""
 REACH = {"256": 2.0, "512": 2.5, "1024": 4.0}
 SIDE = 224
-WORDS = [
-    "a",
-    "photo",
-    "of",
-    "the",
-    "small",
-    "red",
-    "dog",
-    "on",
-    "blue",
-    "table",
-    "near",
-    "old",
-    "house",
-    "tree",
-]
-
-
-def photograph(size: tuple[int, int], chance: np.random.Generator) -> bytes:
-    """A JPEG whose spectrum falls off about as a photograph's does, with correlated channels."""
-    height, width = size
-    frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width)[None])
-    frequency[0, 0] = np.inf
-
-    def layer() -> np.ndarray:
-        phases = np.exp(2j * np.pi * chance.random(frequency.shape))
-        values = np.fft.irfft2(frequency**-1.3 * phases, s=size)
-        return values / values.std()
-
-    grey = layer() * 45
-    channels = [grey + layer() * 12 + chance.integers(90, 160) for _ in range(3)]
-    file = io.BytesIO()
-    Image.fromarray(np.stack(channels, -1).clip(0, 255).astype(np.uint8)).save(file, "JPEG", quality=85)
-    return file.getvalue()
-
-
-def write_shard(path: Path, pictures: list[bytes], samples: int, chance: np.random.Generator) -> None:
-    """A tar of .jpg and .txt members."""
-    with tarfile.open(path, "w") as tar:
-        for number in range(samples):
-            caption = " ".join(chance.choice(WORDS, 10)).encode()
-            for suffix, content in (("jpg", pictures[number % len(pictures)]), ("txt", caption)):
-                member = tarfile.TarInfo(f"{number:06d}.{suffix}")
-                member.size = len(content)
-                tar.addfile(member, io.BytesIO(content))
 
 
 def make_data(folder: Path, quick: bool) -> None:
@@ -88,10 +44,12 @@ def make_data(folder: Path, quick: bool) -> None:
         pictures = [photograph(size, chance) for _ in range(8 if quick else 32)]
         (folder / name).mkdir()
         for shard in range(4):
-            write_shard(folder / name / f"{shard:05d}.tar", pictures, 32 if quick else 128, chance)
+            captions = (caption(10, chance) for _ in range(32 if quick else 128))
+            write_shard(folder / name / f"{shard:05d}.tar", pictures, captions)
     (folder / "many").mkdir()
     tiny = [photograph((16, 16), chance)]
-    write_shard(folder / "many" / "00000.tar", tiny, 500 if quick else 5000, chance)
+    captions = (caption(10, chance) for _ in range(500 if quick else 5000))
+    write_shard(folder / "many" / "00000.tar", tiny, captions)
     for shard in range(1, 20):
         shutil.copy(folder / "many" / "00000.tar", folder / "many" / f"{shard:05d}.tar")
 

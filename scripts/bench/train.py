@@ -1,0 +1,289 @@
+"""Training from the command line: `shardclip train` against `open_clip_train.main`, side by side.
+
+    python scripts/bench/train.py --peer-python /path/to/venv/bin/python --json
+
+The peer is open_clip's trainer as installed in the interpreter of --peer-python (3.3.0 needs webdataset
+<= 0.2.86 and pandas), by its own command line. Both get the same shards (512x384 JPEG; captions of 18 tokens
+in the mean, log-normal, 3 % over the limit), model, batch, precision (fp32), workers, seed and one thread a
+process, in turns. Both log every step; the time of a step is that between their lines, the first ones apart.
+
+`decode_limited` is a model so small that it waits for pictures; `model_limited` is a ViT-B/32 of fewer and
+narrower layers that hardly waits. `of_bare_towers` is the latter over forward, backward and fused AdamW of
+its towers on ready batches of the same captions, packed, without a loss. `time_to_first_step` is from the
+command to the end of the first step, with the small model. Two processes share the global batch and the two
+cores of one process with two threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+from report import Row, compared, in_child, in_turns, parser, show
+from shards import caption, caption_words, photograph, write_shard
+
+CONTEXT, SIDE, SHARDS = 77, 224, 4
+STEP_LINE = re.compile(r"Train Epoch: .* Batch \(t\): .* Loss: ([\d.]+) ")
+PHASE_LINE = re.compile(r"([a-z][a-z ]*?) +(\d+\.\d) s$")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and how it is trained."""
+
+    name: str
+    width: int
+    image_layers: int
+    text_layers: int
+    batch: int
+    workers: int
+    warmup: int
+    """Steps that do not count."""
+    steps: int
+    """Steps that do."""
+
+    @property
+    def model_cfg(self) -> dict[str, object]:
+        """open_clip's configuration of a ViT at patch 32 and a text tower of the same width."""
+        vision = {"image_size": SIDE, "layers": self.image_layers, "patch_size": 32, "head_width": 64}
+        text = {"context_length": CONTEXT, "vocab_size": 49408, "layers": self.text_layers}
+        return {
+            "embed_dim": self.width,
+            "vision_cfg": {**vision, "width": self.width},
+            "text_cfg": {**text, "width": self.width, "heads": self.width // 64},
+        }
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one run showed from outside."""
+
+    first_step: float
+    """Seconds from the command to the end of the first step."""
+    step: float
+    """Seconds of a step in the steady state, mean."""
+    losses: list[float]
+    """Of every step."""
+    phases: dict[str, float]
+    """Seconds of the phases of the start, as the run logged them."""
+
+
+def cases(quick: bool) -> tuple[Case, Case]:
+    """The one that decoding limits and the one that the model limits."""
+    if quick:
+        return (
+            Case("decode_limited", 64, 1, 1, batch=32, workers=1, warmup=6, steps=4),
+            Case("model_limited", 192, 4, 3, batch=16, workers=1, warmup=2, steps=3),
+        )
+    return (
+        Case("decode_limited", 64, 1, 1, batch=64, workers=1, warmup=8, steps=12),
+        Case("model_limited", 192, 6, 4, batch=32, workers=1, warmup=2, steps=8),
+    )
+
+
+def make_data(folder: Path, quick: bool) -> None:
+    """Shards with 512x384 pictures, and for each case a folder with the model's configuration."""
+    chance = np.random.default_rng(0)
+    pictures = [photograph((384, 512), chance) for _ in range(8 if quick else 32)]
+    for shard in range(SHARDS):
+        words = caption_words(64 if quick else 256, chance)
+        write_shard(folder / f"{shard:05d}.tar", pictures, [caption(number, chance) for number in words])
+    for case in cases(quick):
+        (folder / case.name).mkdir()
+        config = {"model_cfg": case.model_cfg, "preprocess_cfg": {"size": SIDE}}
+        (folder / case.name / "open_clip_config.json").write_text(json.dumps(config))
+
+
+def data_of(folder: Path) -> str:
+    """The shards, in the form of --train-data."""
+    return f"{folder}/{{00000..{SHARDS - 1:05d}}}.tar"
+
+
+def common_flags(folder: Path, case: Case, processes: int = 1) -> list[str]:
+    """Flags that both trainers know."""
+    flags = {
+        "model": f"local-dir:{folder / case.name}",
+        "train-data": data_of(folder),
+        "train-num-samples": processes * case.batch * (case.warmup + case.steps),
+        "dataset-type": "webdataset",
+        "batch-size": case.batch,
+        "workers": case.workers,
+        "precision": "fp32",
+        "device": "cpu",
+        "epochs": 1,
+        "warmup": 2,
+        "lr": 5e-4,
+        "seed": 0,
+        "save-frequency": 0,
+        "log-every-n-steps": 1,
+    }
+    return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+
+
+def ours(folder: Path, case: Case, *more: str, processes: int = 1, threads: int = 1) -> Seen:
+    """One run of `shardclip train`."""
+    with tempfile.TemporaryDirectory(dir=folder) as runs:
+        flags = [*common_flags(folder, case, processes), "--output-dir", runs, "--name", "run", *more]
+        if processes > 1:
+            flags += ["--nproc", str(processes)]
+        return watched([sys.executable, "-m", "shardclip", "train", *flags], case, threads)
+
+
+def peer(folder: Path, case: Case, python: str) -> Seen:
+    """One run of `open_clip_train.main`."""
+    with tempfile.TemporaryDirectory(dir=folder) as runs:
+        flags = [*common_flags(folder, case), "--logs", runs, "--name", "run"]
+        return watched([python, "-m", "open_clip_train.main", *flags], case, threads=1)
+
+
+def watched(command: list[str], case: Case, threads: int) -> Seen:
+    """Run a trainer to its end and note when each line of a step appears.
+
+    Raises:
+        RuntimeError: it failed, or did not log the steps that were asked for.
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
+    began = time.perf_counter()
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    )
+    assert process.stdout is not None
+    lines, steps, losses, phases = [], [], [], {}
+    for line in process.stdout:
+        lines.append(line.rstrip())
+        if found := STEP_LINE.search(line):
+            steps.append(time.perf_counter() - began)
+            losses.append(float(found[1]))
+        elif not steps and (phase := PHASE_LINE.search(lines[-1])):
+            phases[phase[1].strip()] = float(phase[2])
+    if process.wait() or len(steps) != case.warmup + case.steps:
+        raise RuntimeError(f"{' '.join(command[1:4])}: {len(steps)} steps, then: " + " | ".join(lines[-3:]))
+    return Seen(steps[0], (steps[-1] - steps[case.warmup - 1]) / case.steps, losses, phases)
+
+
+def towers_seconds(folder: Path, case: Case) -> float:
+    """Seconds of forward, backward and fused AdamW of the towers, mean over batches that lie ready."""
+    import torch
+
+    from shardclip.models import factory
+    from shardclip.models.factory import ModelSpec
+    from shardclip.training.data.config import DataConfig
+    from shardclip.training.data.image_input import ImageInput, normalise
+    from shardclip.training.data.loader import train_loader
+
+    torch.set_num_threads(1)
+    image_input = ImageInput(size=(SIDE, SIDE))
+    spec = ModelSpec(case.name, case.model_cfg, {"size": SIDE})
+    model = factory.build(spec, seed=0)
+    data = DataConfig(train_data=data_of(folder), workers=0)
+    tokenize = factory.tokenizer(spec)
+    batches = train_loader(data, image_input, tokenize, batch_size=case.batch, rank=0, world_size=1, seed=0)
+    # Those that a run takes, so that they have the same tokens.
+    drawn = list(islice(batches, case.warmup + case.steps))
+    ready = [(normalise(batch.images, image_input), model.text_input(batch.texts)) for batch in drawn]
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    began = 0.0
+    for number, (images, texts) in enumerate(ready):
+        if number == case.warmup:
+            began = time.perf_counter()
+        out = model(images, texts)
+        features = [out.image_features, out.text_features]
+        torch.autograd.backward(features, [torch.ones_like(side) for side in features])
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return (time.perf_counter() - began) / case.steps
+
+
+def against_peer(folder: Path, chosen: argparse.Namespace) -> tuple[list[Row], dict[str, float]]:
+    """The rows that need the peer, and seconds of the phases of our start."""
+    found: dict[str, Row] = {}
+    phases: dict[str, float] = {}
+    decode, model = cases(chosen.quick)
+    for case in (decode, model):
+        wanted = {case.name: ("samples/s", "higher", 2.0 if case is decode else 1.5)}
+        if case is decode:
+            wanted["time_to_first_step"] = ("s", "lower", 1.0)
+        try:
+            runs = in_turns(
+                partial(ours, folder, case), partial(peer, folder, case, chosen.peer_python), chosen.repeats
+            )
+        except RuntimeError as error:
+            found |= {
+                name: Row(name, *how, reason=f"a trainer failed: {error}") for name, how in wanted.items()
+            }
+            continue
+        for name, (unit, better, reach) in wanted.items():
+            sides = (
+                [run.first_step if unit == "s" else case.batch / run.step for run in side] for side in runs
+            )
+            found[name] = compared(name, unit, *sides, better=better, reach=reach)
+        if case is decode:
+            phases = {name: median(run.phases[name] for run in runs[0]) for name in runs[0][0].phases}
+    return list(found.values()), phases
+
+
+def bare_towers(folder: Path, chosen: argparse.Namespace) -> Row:
+    """End to end over the bare towers, on the same tokens."""
+    _, case = cases(chosen.quick)
+    whole, bare = in_turns(
+        lambda: ours(folder, case).step, lambda: in_child(towers_seconds, folder, case), chosen.repeats
+    )
+    rates = ([case.batch / seconds for seconds in side] for side in (whole, bare))
+    return compared("of_bare_towers", "samples/s", *rates, better="higher", reach=0.95)
+
+
+def two_processes(folder: Path, chosen: argparse.Namespace) -> list[Row]:
+    """Step times of two processes at the global batch of one; their losses must be the same."""
+    _, whole = cases(chosen.quick)
+    half = replace(whole, batch=whole.batch // 2)
+    runs: dict[str, list[Seen]] = {"single": [], "ddp": [], "fsdp": []}
+    for _ in range(chosen.repeats):
+        runs["single"].append(ours(folder, whole, threads=2))
+        for engine in ("ddp", "fsdp"):
+            runs[engine].append(ours(folder, half, f"--{engine}", processes=2))
+    for engine in ("ddp", "fsdp"):
+        pairs = list(zip(runs[engine][0].losses, runs["single"][0].losses, strict=True))
+        if any(abs(one - other) > 1e-3 * other for one, other in pairs):
+            raise RuntimeError(f"losses of {engine} on two processes are not those of one: {pairs}")
+    seconds = {name: [run.step for run in found] for name, found in runs.items()}
+    return [
+        compared("ddp_over_single", "s", seconds["ddp"], seconds["single"]),
+        compared("fsdp_over_ddp", "s", seconds["fsdp"], seconds["ddp"]),
+    ]
+
+
+def main() -> None:
+    """Measure and print."""
+    options = parser(__doc__, repeats=3)
+    options.add_argument("--peer-python", default=sys.executable, help="interpreter with the peer installed")
+    chosen = options.parse_args()
+    with tempfile.TemporaryDirectory(prefix="bench-train-") as name:
+        folder = Path(name)
+        make_data(folder, chosen.quick)
+        rows, phases = against_peer(folder, chosen)
+        rows = [*rows, bare_towers(folder, chosen), *two_processes(folder, chosen)]
+    show(
+        "train",
+        rows,
+        repeats=chosen.repeats,
+        packages=("torch", "open_clip_torch", "shardclip"),
+        as_json=chosen.json,
+        cases=[asdict(case) for case in cases(chosen.quick)],
+        phases_of_our_start=phases,
+    )
+
+
+if __name__ == "__main__":
+    main()
