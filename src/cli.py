@@ -36,6 +36,7 @@ VERBS = {
         "shardclip.training.evaluation.command", "main", "evaluate a saved run or an open_clip file"
     ),
     "plan": Verb("shardclip.training.planning", "main", "memory and traffic of a run before it is submitted"),
+    "submit": Verb("shardclip.submission", "main", "give a run to SLURM, or print its batch file"),
     "index": Verb("shardclip.commands", "index", "count and index shards"),
     "export": Verb("shardclip.commands", "export", "write a checkpoint that open_clip opens"),
     "doctor": Verb("shardclip.training.data.doctor", "main", "what a run would trip over in its data"),

@@ -20,10 +20,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from shardclip.errors import UserError
 
+T = TypeVar("T")
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
@@ -56,15 +57,27 @@ def split_launch_flags(words: Sequence[str]) -> tuple[LaunchConfig, list[str]]:
     Raises:
         UserError: a launch flag has no value, or a wrong one.
     """
-    parser = _Parser(add_help=False, allow_abbrev=False, prefix_chars="-")
-    for entry in dataclasses.fields(LaunchConfig):
-        kind = {"int | None": int, "int": int, "float": float}.get(str(entry.type), str)
-        names = {f"--{entry.name}", f"--{entry.name.replace('_', '-')}"}
-        parser.add_argument(*sorted(names), dest=entry.name, type=kind, default=entry.default)
-    known, rest = parser.parse_known_args(list(words))
-    config = LaunchConfig(**vars(known))
+    config, rest = take_flags(LaunchConfig, words)
     _check(config)
     return config, rest
+
+
+def take_flags(kind: type[T], words: Sequence[str]) -> tuple[T, list[str]]:
+    """The flags of a dataclass of plain fields that are among `words`, and the other words, untouched.
+
+    Raises:
+        UserError: a flag has no value, or a wrong one.
+    """
+    parser = _Parser(add_help=False, allow_abbrev=False, prefix_chars="-")
+    for entry in dataclasses.fields(kind):  # type: ignore[arg-type]
+        names = sorted({f"--{entry.name}", f"--{entry.name.replace('_', '-')}"})
+        if entry.type == "bool":
+            parser.add_argument(*names, dest=entry.name, action="store_true")
+            continue
+        type_of = {"int | None": int, "int": int, "float": float}.get(str(entry.type), str)
+        parser.add_argument(*names, dest=entry.name, type=type_of, default=entry.default)
+    known, rest = parser.parse_known_args(list(words))
+    return kind(**vars(known)), rest
 
 
 class _Parser(argparse.ArgumentParser):
