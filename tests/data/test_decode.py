@@ -151,6 +151,18 @@ def test_a_picture_with_a_rotation_tag_stays_as_it_is_stored() -> None:
         assert torch.equal(decoder(plain, 1), decoder(tagged, 1))
 
 
+@pytest.mark.parametrize("format", ["GIF", "WEBP", "PNG"])
+def test_of_an_animation_the_first_picture_is_taken(format: str) -> None:
+    first, second = scene(64, 64), scene(64, 64).transpose(Image.Transpose.ROTATE_90)
+    moving = encoded(first, format, save_all=True, append_images=[second], lossless=True)
+    with Image.open(io.BytesIO(moving)) as opened:
+        assert opened.n_frames == 2
+        still = encoded(opened.convert("RGB"), "PNG")
+    for exact in (False, True):
+        decoder = training_decoder(SPEC, {}, exact, LIMIT)
+        assert torch.equal(decoder(moving, 1), decoder(still, 1))
+
+
 @pytest.mark.parametrize("exact", [False, True])
 def test_a_bomb_is_refused_from_its_header(exact: bool) -> None:
     content = encoded(Image.new("1", (20_000, 20_000)), "PNG")

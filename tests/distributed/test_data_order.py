@@ -27,6 +27,7 @@ from shardclip.training.data.order import (
     share,
     streams_for,
 )
+from shardclip.training.data.sources import RawSample
 from shardclip.training.data.streams import SeekingData
 
 SPEC = ImageInput(size=SIZE)
@@ -204,8 +205,8 @@ class Numbers:
         self.located += len(samples)
         return [shard * 1000 + int(number) for number in samples]
 
-    def fetch(self, entry: object) -> object:
-        return entry
+    def fetch(self, entry: object) -> RawSample:
+        return RawSample(str(entry))
 
     def shard_name(self, shard: int) -> str:
         return str(shard)
