@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from data.shards import sample, write_tar
 from evaluation import small
 from PIL import Image, ImageDraw
 
 from shardclip.training.data.config import DataConfig
+from shardclip.training.data.finite import pairs
 from shardclip.training.distributed import current
 from shardclip.training.evaluation.config import EvaluationConfig
 from shardclip.training.evaluation.contact_sheet import RIGHT, Found, Query, contact_sheet
@@ -95,3 +97,17 @@ def test_one_picture_on_any_number_of_ranks_with_the_figures_of_the_run(
     (first, *_), (second, *_) = ranks(2).run(evaluated, tmp_path / "pairs")
     assert second.picture is None
     assert first.picture.tobytes() == alone.picture.tobytes()
+
+
+def test_a_sample_is_found_again_behind_one_that_was_left_out(tmp_path: Path) -> None:
+    members = [member for n in range(6) for member in sample(n, **({"txt": None} if n == 1 else {}))]
+    config = DataConfig(val_data=write_tar(tmp_path / "0.tar", members), workers=0)
+    found = pairs(config, small.IMAGE_INPUT, small.tokenize, batch_size=4, rank=0, world_size=1)
+    first, second = list(found)
+    assert (first.samples, second.samples) == (3, 2)
+    for turn, batch in enumerate((first, second)):
+        for row, key in enumerate(batch.keys):
+            again = found.read_again(key, turn, row)
+            assert again is not None
+            assert again.key == key
+    assert found.read_again("another", 0, 0) is None

@@ -131,10 +131,18 @@ class FinitePass:
         """Batches of this rank (ranks may differ by one)."""
         return -(-(self.reader.stop - self.reader.start) // self.reader.batch_size)
 
-    def raw_samples(self, turn: int) -> list[RawSample]:
-        """What batch number `turn` of this rank was made of, read once more, not decoded."""
+    def read_again(self, key: str, turn: int, row: int) -> RawSample | None:
+        """The sample that was row `row` of this rank's batch number `turn`, read once more, not decoded.
+
+        Samples that were left out of the batch can only have moved it up, so it is looked for from there on.
+        None if it is not there any more.
+        """
         low = self.reader.start + turn * self.reader.batch_size
-        return self.reader.raw(low, min(low + self.reader.batch_size, self.reader.stop))
+        for place in range(low + row, min(low + self.reader.batch_size, self.reader.stop)):
+            (raw,) = self.reader.raw(place, place + 1)
+            if raw.key == key:
+                return raw
+        return None
 
     def __iter__(self) -> Iterator[Any]:
         self.skipped.clear()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from io import BytesIO
@@ -110,15 +109,12 @@ def _read_again(
     encoded: EncodedPairs, pairs: FinitePass, captions: Captions, samples: set[int], processes: Processes
 ) -> dict[int, _Shown]:
     """The samples by number, on every rank: each is read by the rank that has it."""
-    wanted: dict[int, dict[str, int]] = defaultdict(dict)
-    for row, sample in enumerate(encoded.numbers.tolist()):
-        if sample in samples:
-            wanted[encoded.turns[row]][encoded.keys[row]] = sample
     own: dict[int, _Shown] = {}
-    for turn, keys in wanted.items():
-        for raw in pairs.raw_samples(turn):
-            if raw.key in keys:
-                own[keys[raw.key]] = _shown(raw, captions)
+    with processes.together("reading what is drawn"):
+        for row, sample in enumerate(encoded.numbers.tolist()):
+            if sample in samples:
+                raw = pairs.read_again(encoded.keys[row], *encoded.places[row])
+                own[sample] = _BLANK if raw is None else _shown(raw, captions)
     return {sample: shown for part in processes.all_gather_object(own) for sample, shown in part.items()}
 
 

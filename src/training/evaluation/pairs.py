@@ -27,8 +27,8 @@ class EncodedPairs:
     logit_scale: float
     keys: list[str]
     """[n] of the samples, in the order in which they were read."""
-    turns: list[int]
-    """[n] the batch that each came in."""
+    places: list[tuple[int, int]]
+    """[n] the number of the batch that each came in, and its row there."""
     numbers: Tensor
     """[n] int64, the place of each among the keys of all ranks."""
 
@@ -79,7 +79,7 @@ def _encode(
 ) -> EncodedPairs:
     images, texts = _Collector(), _Collector()
     keys: list[str] = []
-    turns: list[int] = []
+    places: list[tuple[int, int]] = []
     shapes: tuple[torch.Size, torch.Size] | None = None
     scale = 1.0
     with undisturbed(model, processes) as encoder:
@@ -96,13 +96,13 @@ def _encode(
                 images.add(encoded.image_features, batch.images, batch.image_sample + len(keys))
                 texts.add(encoded.text_features, batch.texts, batch.text_sample + len(keys))
                 keys += batch.keys
-                turns += [turn] * batch.samples
+                places += [(turn, row) for row in range(batch.samples)]
     if shapes is None:
         raise UserError("validation data: no sample was read on any rank")
     width = first_known(images.width, processes)
     numbers = _numbers(keys, processes)
     image_side, text_side = (c.side(numbers, width, processes, device) for c in (images, texts))
-    return EncodedPairs(image_side, text_side, scale, keys, turns, numbers)
+    return EncodedPairs(image_side, text_side, scale, keys, places, numbers)
 
 
 def _or_blank(rows: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> Tensor:
