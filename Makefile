@@ -50,6 +50,7 @@ soak: $(VENV)
 
 # A controller and two nodes of a real SLURM on this machine, and two machines as network namespaces. Debian; root.
 test-slurm: $(VENV)
+	test "$$(id -u)" = 0 || { echo "make test-slurm starts the daemons of SLURM, so it needs root"; exit 1; }
 	dpkg -s $(SLURM) >/dev/null 2>&1 || { apt-get update -qq && apt-get install -y -qq $(SLURM); }
 	$(BIN)/python -m pytest -m slurm tests/slurm
 
