@@ -12,7 +12,9 @@ pytest.importorskip("resvg_py", reason="needs the extra [demo]")
 from prepare import load_concepts, write_data
 
 ROOT = Path(__file__).parents[2]
-STEPS, GLOBAL_BATCH = 20, 32
+STEPS, GLOBAL_BATCH = 20, 256
+# Those of the first 20 steps of the whole run, whose warm-up is of 200 steps to 3e-3.
+RATES = ["--warmup", "20", "--lr", "3e-4"]
 ENGINES = {
     "none": ["--batch-size", str(GLOBAL_BATCH)],
     "ddp": ["--nproc", "2", "--ddp", "--batch-size", str(GLOBAL_BATCH // 2)],
@@ -32,28 +34,14 @@ def run(*words: str | Path) -> str:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with small data (`emoji`) and one run of the demo's settings under each engine."""
     folder = tmp_path_factory.mktemp("demo")
-    write_data(load_concepts()[::20], folder / "emoji")
+    write_data(load_concepts()[::4], folder / "emoji")
+    validation = folder / "emoji" / "validation"
+    data = ("--train-data", f"{folder}/emoji/train/{{0..7}}.tar", "--val-data", validation)
     for engine, flags in ENGINES.items():
         run(
-            *("-m", "shardclip", "train", "--config", "scripts/demo/emoji.yaml", *flags),
-            *(
-                "--train-data",
-                f"{folder}/emoji/train/{{0..7}}.tar",
-                "--val-data",
-                folder / "emoji" / "validation",
-            ),
-            *("--zeroshot-data", folder / "emoji" / "validation", "--name", engine, "--output-dir", folder),
-            # The rates of the first 20 steps of the whole run.
-            *(
-                "--epochs",
-                "1",
-                "--train-num-samples",
-                str(STEPS * GLOBAL_BATCH),
-                "--warmup",
-                "20",
-                "--lr",
-                "1.5e-3",
-            ),
+            *("-m", "shardclip", "train", "--config", "scripts/demo/emoji.yaml", *flags, *data),
+            *("--zeroshot-data", validation, "--name", engine, "--output-dir", folder),
+            *("--epochs", "1", "--train-num-samples", str(STEPS * GLOBAL_BATCH), *RATES),
             *("--log-metric-every-n-steps", "1"),
         )
     return folder
