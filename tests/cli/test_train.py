@@ -26,6 +26,7 @@ def test_a_run_leaves_its_settings_its_numbers_and_a_checkpoint(
     run = tmp_path / "runs" / "first"
     assert finished.said.count("--local-loss: always on") == 1
     assert finished.said.count("Train Epoch: 0 [16/16 (100%)]") == 1
+    assert finished.said.count("data: 16 samples used, 0 of them met before; 0 left out") == 1
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["samples_seen"] for row in rows] == [8, 16]
     numbers = (
@@ -50,6 +51,25 @@ def test_a_run_leaves_its_settings_its_numbers_and_a_checkpoint(
     assert again.codes == [0, 0], again.said
     second = [json.loads(line) for line in (tmp_path / "runs/second/metrics.jsonl").read_text().splitlines()]
     assert [row["loss"] for row in second] == [row["loss"] for row in rows]
+
+
+@pytest.mark.long
+def test_b45_a_source_that_stalls_is_named_as_the_data(tmp_path: Path) -> None:
+    """Four shards, each of which takes half a second to open; the ranks count them, and read two of them each
+    before the first step."""
+    data = write_shards(tmp_path / "data", [4] * 4)
+    slow = f"pipe:sleep 0.5; cat {data}/{{00000..00003}}.tar"
+    flags = small_run(tmp_path)
+    number = flags.index("--train-num-samples")
+    words = ["train", *flags[:number], *flags[number + 2 :], "--train-data", slow, "--streams", "2"]
+    finished = Finished(tmp_path, [*words, "--log-metric-every-n-steps", "1"])
+    assert finished.codes == [0, 0], finished.said
+    assert finished.said.count("16 samples were counted by reading 4 remote shards") == 1
+    assert finished.said.count("data: 16 samples used, 0 of them met before; 0 left out") == 1
+    first = json.loads((tmp_path / "runs/first/metrics.jsonl").read_text().splitlines()[0])
+    assert first["data_time"] >= 1.0
+    assert first["data_wait_share"] == pytest.approx(first["data_time"] / first["batch_time"], rel=1e-3)
+    assert f"Wait: {100 * first['data_wait_share']:.0f}%" in finished.said
 
 
 def test_a_dry_run_trains_one_step_plans_the_whole_one_and_leaves_nothing(tmp_path: Path) -> None:

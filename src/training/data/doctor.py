@@ -93,8 +93,11 @@ def doctor(config: DataConfig, processes: Processes, looked_at: int = 512, sheet
         if processes.is_primary and failing:
             console.print(f"not readable from every rank: {_first(failing)}", highlight=False)
         elif processes.is_primary:
-            hosts = processes.world_size // processes.local_world_size
-            console.print(f"readable from {processes.world_size} ranks on {hosts} hosts", highlight=False)
+            if processes.is_distributed:
+                hosts = processes.world_size // processes.local_world_size
+                console.print(
+                    f"readable from all {processes.world_size} ranks ({hosts} hosts)", highlight=False
+                )
             good = _report(listed, config, looked_at, sheet, console)
     return processes.broadcast_object(0 if good else 1)
 
