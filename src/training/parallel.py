@@ -23,13 +23,13 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from shardclip.errors import UserError
 from shardclip.models.dual_encoder import DualEncoder
 from shardclip.training.distributed import Processes
+from shardclip.training.filling import materialize, send_weights
 from shardclip.training.units import (
     Unit,
     find_blocks,
@@ -190,11 +190,11 @@ def parallelize(
     sharded = kind in ("fsdp", "hsdp")
     units = lay_out(model, config, processes)
     device = torch.device("cpu") if config.fsdp_cpu_offload and sharded else processes.device
-    _materialize(model, device)
+    materialize(model, device)
     if sharded and config.fsdp_cpu_offload:
         for scalar in _scalars(model):
             scalar.data = scalar.data.to(processes.device)
-    _send_weights(model, source, processes)
+    send_weights(model, source, processes)
     if kind == "ddp":
         module = _replicate(model, processes, blank_text.to(processes.device))
         return Engine(kind, module, processes.world_size, config.compute_dtype)
@@ -331,32 +331,6 @@ def _prefetch(model: DualEncoder, units: Sequence[Unit], config: ParallelConfig)
                 module.set_modules_to_forward_prefetch(modules[place + 1 : place + 1 + ahead])
             if behind > 1:
                 module.set_modules_to_backward_prefetch(modules[max(place - behind, 0) : place][::-1])
-
-
-def _materialize(model: nn.Module, device: torch.device) -> None:
-    model._apply(
-        lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
-    )
-
-
-@torch.no_grad()
-def _send_weights(model: DualEncoder, source: DualEncoder | None, processes: Processes) -> None:
-    """Fill parameters and buffers (also those outside the state dict) from rank 0, a tensor at a time."""
-    whole = {} if source is None else {**dict(source.named_parameters()), **dict(source.named_buffers())}
-    targets = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    for name, target in targets.items():
-        value = (
-            whole[name].to(processes.device)
-            if whole
-            else torch.empty(target.shape, dtype=target.dtype, device=processes.device)
-        )
-        if processes.world_size > 1:
-            dist.broadcast(value.contiguous(), src=0)
-        if isinstance(target, DTensor):
-            part = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
-            target.to_local().copy_(part.to_local())
-        else:
-            target.copy_(value)
 
 
 def _idle(model: DualEncoder, blank_text: Tensor) -> list[str]:

@@ -23,6 +23,7 @@ from shardclip.models import factory
 from shardclip.models.locking import LockConfig
 from shardclip.training.checkpoint.state import TrainState, to_tensors
 from shardclip.training.distributed import current
+from shardclip.training.filling import fingerprints, strangers
 from shardclip.training.optimizer import clean_name
 from shardclip.training.step import TrainingStep
 from shardclip.training.units import find_blocks, select_names
@@ -239,6 +240,27 @@ def unequal_at_the_start(name: str) -> list[str]:
 def test_b19_what_meta_left_out_is_as_one_process_builds_it(ranks, name: str, buffer: str) -> None:
     assert any(buffer in key for key, _ in factory.build(towers.shrunk(name)).named_buffers())
     assert ranks(2).run(unequal_at_the_start, name) == [[], []]
+
+
+def after_one_flaw(engine: str) -> list[list[str]]:
+    """What is found to differ from what was sent: at the start, and when rank 1 alone holds other bits."""
+    step, plain = (
+        step_of("roberta-ViT-B-32", Mode(engine)),
+        factory.build(towers.shrunk("roberta-ViT-B-32"), seed=0),
+    )
+    sent, module = fingerprints(plain), step.engine.module
+    found = [strangers(module, sent, step.processes)]
+    if step.processes.rank == 1:
+        buffers = dict(module.named_buffers())
+        next(b for name, b in buffers.items() if name.endswith("position_ids")).view(-1)[3] += 1
+    return [*found, [clean_name(name) for name in strangers(module, sent, step.processes)]]
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_b19_ranks_compare_what_they_hold_before_the_first_step(ranks, engine: str) -> None:
+    for at_start, flawed in ranks(2).run(after_one_flaw, engine):
+        assert at_start == []
+        assert [name.rpartition(".")[2] for name in flawed] == ["position_ids"]
 
 
 # --- what is gathered, when ------------------------------------------------------------------------------

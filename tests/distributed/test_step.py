@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import tiny
@@ -367,27 +367,47 @@ def test_b13_a_locked_tower_costs_and_moves_nothing(ranks) -> None:
 # --- engines agree --------------------------------------------------------------------------------------
 
 
-def twenty_steps(engine: str, optimizer: str) -> tuple[list[float], dict[str, Tensor]]:
-    step = training_step("clip", engine, sgd if optimizer == "sgd" else adamw)
+class Curves(NamedTuple):
+    """What a run logs, step by step."""
+
+    losses: list[float]
+    norms: list[float]
+    scales: list[float]
+
+
+def twenty_steps(engine: str, optimizer: str, precision: str = "fp32") -> tuple[Curves, dict[str, Tensor]]:
+    step = training_step("clip", engine, sgd if optimizer == "sgd" else adamw, precision=precision)
     step.max_norm = 1.0
     world_size, rank = step.processes.world_size, step.processes.rank
-    losses = []
+    seen = []
     for seed in range(20):
         everyone = list(range(8))
         whole = tiny.batch(everyone, everyone, 8, seed=seed)
-        losses.append(float(step(whole.split(world_size)[rank]).losses["loss"]))
-    return losses, weights(step)
+        result = step(whole.split(world_size)[rank])
+        seen.append((float(result.losses["loss"]), result.gradient_norm, float(result.logit_scale)))
+    return Curves(*map(list, zip(*seen, strict=True))), weights(step)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_b63_twenty_steps_agree_under_every_engine(ranks, optimizer: str) -> None:
-    losses, alone = ranks(1).run(twenty_steps, "none", optimizer)[0]
+    curves, alone = ranks(1).run(twenty_steps, "none", optimizer)[0]
     for engine in ENGINES:
         found, values = ranks(2).run(twenty_steps, engine, optimizer)[0]
-        assert found == pytest.approx(losses, rel=1e-5)
+        assert found.losses == pytest.approx(curves.losses, rel=1e-5)
+        assert found.norms == pytest.approx(curves.norms, rel=1e-4)
+        assert found.scales == pytest.approx(curves.scales, rel=1e-6)
         for name, value in values.items():
             value, expected = _without_key_bias(name, value), _without_key_bias(name, alone[name])
             assert torch.allclose(value, expected, rtol=1e-4, atol=2e-5), name
+
+
+def test_b63_in_bf16_ddp_and_fsdp_are_as_near_to_fp32_as_bf16_allows(ranks) -> None:
+    exact = ranks(1).run(twenty_steps, "none", "sgd")[0][0]
+    for engine in ("ddp", "fsdp"):
+        found = ranks(2).run(twenty_steps, engine, "sgd", "amp_bf16")[0][0]
+        # A bf16 number is within 2 ** -9 of what it stands for; the logits are those errors times the scale.
+        assert found.losses == pytest.approx(exact.losses, rel=0.02)
+        assert found.scales == pytest.approx(exact.scales, rel=1e-3)
 
 
 def _without_key_bias(name: str, value: Tensor) -> Tensor:

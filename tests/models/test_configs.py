@@ -70,6 +70,40 @@ def test_a_hugging_face_pair_resolves_without_its_hub(name):
     assert spec.model_cfg["text_cfg"]["hf_model_name"]
 
 
+_HUB = {
+    "google/mt5-xxl": {
+        "model_type": "mt5", "d_model": 4096, "d_ff": 10240, "d_kv": 64, "num_heads": 64, "num_layers": 24,
+        "vocab_size": 250112, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False,
+    },
+    "roberta-base": {
+        "model_type": "roberta", "hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12,
+        "num_hidden_layers": 12, "max_position_embeddings": 514, "type_vocab_size": 1, "vocab_size": 50265,
+        "pad_token_id": 1,
+    },
+}  # fmt: skip
+"""The hub's `config.json` of these towers, the lines that shape them."""
+
+
+@pytest.mark.parametrize(
+    ("name", "tower", "blocks", "text_millions"),
+    [
+        ("mt5-xxl-ViT-G-14", "google/mt5-xxl", ("ResidualAttentionBlock", "MT5Block", 24), 5660.0),
+        ("roberta-ViT-B-32", "roberta-base", ("ResidualAttentionBlock", "RobertaLayer", 12), 124.0),
+    ],
+)
+def test_a_pair_with_a_hugging_face_tower_is_built_in_full_size(name, tower, blocks, text_millions, tmp_path):
+    spec = factory.resolve(ModelConfig(model=name))
+    (tmp_path / "config.json").write_text(json.dumps(_HUB[tower]))
+    assert spec.model_cfg["text_cfg"]["hf_model_name"] == tower
+    spec.model_cfg["text_cfg"]["hf_model_name"] = str(tmp_path)
+    model = factory.build_meta(spec)
+    found = {of: find_blocks(module) for of, module in towers(model)}
+    kinds = (type(found["visual"][0][1]).__name__, type(found["text"][0][1]).__name__, len(found["text"]))
+    assert kinds == blocks
+    size = sum(p.numel() for p in model.text.parameters()) / 1e6
+    assert size == pytest.approx(text_millions, rel=0.02)
+
+
 def test_patch_dropout_is_a_flag_of_a_shipped_model():
     spec = factory.resolve(ModelConfig(model="ViT-X-14", force_patch_dropout=0.5))
     assert spec.model_cfg["vision_cfg"]["patch_dropout"] == 0.5
