@@ -292,6 +292,17 @@ def test_a_killed_rank_ends_the_others(tmp_path: Path, victim: int) -> None:
         assert f"rank {victim} (host" in said if victim else "rank 0 or the launcher is gone" in said
 
 
+def test_processes_that_are_started_again_do_not_see_what_ended_the_first(tmp_path: Path) -> None:
+    """An agent of torchrun keeps its store from one start to the next."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    kept = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    environments = [environment | kept for environment in torchrun_environments(2)]
+    with Launched(tmp_path, environments, _fail_at_step_3, "SIGKILL", 1) as run:
+        assert run.end() == [EXIT_FAILURE, -signal.SIGKILL]
+    with Launched(tmp_path, environments, _introduce) as run:
+        assert run.end() == [0, 0], run.all_said
+
+
 def test_a_silent_rank_on_another_host_ends_the_others(tmp_path: Path) -> None:
     with Launched(tmp_path, torchrun_environments(2), _fail_at_step_3, "SIGSTOP", 1, True) as run:
         run.processes[0].join(30)
