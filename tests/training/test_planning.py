@@ -24,7 +24,7 @@ from shardclip.training.distributed import current
 from shardclip.training.objective import Objective
 from shardclip.training.optimizer import build_optimizer, plan_parameters
 from shardclip.training.parallel import lay_out, parallelize
-from shardclip.training.planning import PlanConfig, plan
+from shardclip.training.planning import PlanConfig, plan, simulation
 from shardclip.training.planning.extrapolation import numbers, predict, with_depths
 from shardclip.training.planning.simulation import World, measure, simulated
 from shardclip.training.step import TrainingStep
@@ -215,3 +215,15 @@ def test_the_plan_is_within_15_percent_of_two_processes(ranks, tmp_path, engine)
     result = plan([*words, *model], PlanConfig(gpus=2))
     assert result.parameters > 30e6
     assert max(measured) == pytest.approx(result.peak, rel=0.15)
+
+
+def test_a_loss_that_was_simulated_before_is_booked_as_it_was():
+    world, spec = World(64, 8), ModelSpec("small", SMALL, {})
+    settings = _settings("--fsdp", "--batch-size", "24")
+    with simulated(world):
+        simulation._LOSSES.clear()
+        run = measure(settings, spec, world)
+        assert len(simulation._LOSSES) == 1
+        repeated = measure(settings, spec, world)
+    assert repeated == run
+    assert run.peaks["loss"]["loss"] > 4 * 2 * 24 * 64 * 32

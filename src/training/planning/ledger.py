@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -65,6 +66,17 @@ class Traffic:
         return Traffic(self.count * factor, self.bytes * factor)
 
 
+@dataclass(frozen=True)
+class Cost:
+    """What a phase took by itself."""
+
+    bytes: int
+    """The most memory that its own blocks held at once."""
+    traffic: dict[str, Traffic]
+    """By kind of collective."""
+    flops: int
+
+
 class Ledger(TorchDispatchMode):
     """Books memory, collectives and FLOPs of everything that runs inside `with ledger:`, by phase."""
 
@@ -91,6 +103,26 @@ class Ledger(TorchDispatchMode):
             yield
         self._phases.append((name, began, self._clock))
         self._phase, self._kind = outer
+
+    def cost(self, phase: str, kind: str) -> Cost:
+        """What `phase` took, of memory its blocks of `kind`."""
+        changes = sorted(
+            (moment, change)
+            for block in self.blocks
+            if block.kind == kind
+            for moment, change in ((block.born, block.bytes), (block.died, -block.bytes))
+            if moment is not None
+        )
+        held = accumulate(change for _, change in changes)
+        return Cost(max(held, default=0), dict(self.traffic[phase]), self.flops[phase])
+
+    def repeat(self, phase: str, kind: str, cost: Cost) -> None:
+        """Book `cost` as `phase`, of memory one block of `kind`, without running it again."""
+        with self.phase(phase, kind):
+            torch.empty(cost.bytes, dtype=torch.uint8)
+        self.flops[phase] += cost.flops
+        for collective, sent in cost.traffic.items():
+            self.traffic[phase][collective] += sent
 
     def label(self, kind: str, tensors: Iterable[Tensor]) -> None:
         """Book the blocks of `tensors` (their local shards) as `kind`, for all of their time."""
