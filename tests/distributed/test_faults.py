@@ -146,7 +146,7 @@ def test_a_launcher_that_restarts_a_killed_run_goes_on_from_the_latest(
 ) -> None:
     (tmp_path / "work.py").write_text(RESTARTED)
     (tmp_path / "launch.py").write_text(LAUNCH)
-    words = eight_steps(tmp_path, "run", 2, "--resume", "latest")
+    words = eight_steps(tmp_path, "run", 2, "--resume", "latest", "--no-async-save")
     command = [
         sys.executable,
         *LAUNCHERS[launcher].split(),
@@ -157,7 +157,7 @@ def test_a_launcher_that_restarts_a_killed_run_goes_on_from_the_latest(
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "struck at" in done.stdout
-    assert re.search(r"resumed \S+samples-0000000000(16|24): ", done.stdout)
+    assert re.search(r"resumed \S+samples-000000000016: ", done.stdout)
     assert losses(tmp_path, "run") == losses(calm, "run")
 
 
