@@ -143,8 +143,13 @@ def test_a_shard_cut_between_members_is_noticed(tmp_path: Path) -> None:
     assert next(reversed(list(shard.samples()))).problem == "shard cannot be read to its end"
 
 
+class NoCredentials(Exception):
+    """A client's own error, as botocore has them."""
+
+
+@pytest.mark.parametrize("error", [OSError, NoCredentials])
 def test_a_failure_in_the_middle_repeats_and_loses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
     write_shards(tmp_path, [20])
     path = tmp_path / "00000.tar"
@@ -158,7 +163,7 @@ def test_a_failure_in_the_middle_repeats_and_loses_nothing(
         def read(self, size: int = -1) -> bytes:
             self.left -= size
             if self.left < 0:
-                raise OSError("connection lost")
+                raise error("connection lost")
             return self.file.read(size)
 
         def close(self) -> None:

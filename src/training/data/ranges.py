@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import IO, Any
 
 import numpy as np
@@ -23,6 +25,17 @@ SCAN_BYTES = 2**20
 def has_ranges(url: str) -> bool:
     """Whether a shard may be read in pieces; for http its server has the last word."""
     return is_tar(url) and not url.startswith(ALWAYS_STREAMS)
+
+
+@contextmanager
+def store_errors() -> Iterator[None]:
+    """Clients of stores have errors of their own (no credentials, say): here they are `OSError`s."""
+    try:
+        yield
+    except (OSError, ValueError, UserError):
+        raise
+    except Exception as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error
 
 
 def file_system(url: str) -> tuple[Any, str]:
@@ -48,8 +61,9 @@ def open_seekable(url: str) -> IO[bytes]:
     """
     if is_local(url):
         return open(url, "rb")
-    system, path = file_system(url)
-    file = system.open(path, "rb", block_size=SCAN_BYTES, cache_type="readahead")
+    with store_errors():
+        system, path = file_system(url)
+        file = system.open(path, "rb", block_size=SCAN_BYTES, cache_type="readahead")
     try:
         for offset in (1, 0):
             file.seek(offset)
@@ -72,8 +86,9 @@ def fingerprint(url: str) -> NDArray[np.int64]:
     if is_local(url):
         status = os.stat(url)
         return np.array([status.st_size, status.st_mtime_ns], dtype=np.int64)
-    system, path = file_system(url)
-    return np.array([system.size(path) or 0, system.checksum(path) % 2**63], dtype=np.int64)
+    with store_errors():
+        system, path = file_system(url)
+        return np.array([system.size(path) or 0, system.checksum(path) % 2**63], dtype=np.int64)
 
 
 class Pieces:
@@ -114,10 +129,6 @@ class Pieces:
 
 
 def _remote_piece(url: str, offset: int, size: int) -> bytes:
-    system, path = file_system(url)
-    try:
+    with store_errors():
+        system, path = file_system(url)
         return system.cat_file(path, start=offset, end=offset + size)
-    except OSError:
-        raise
-    except Exception as error:  # clients of stores have errors of their own
-        raise OSError(f"{type(error).__name__}: {error}") from error

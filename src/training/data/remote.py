@@ -11,7 +11,7 @@ from typing import IO, Protocol, TypeVar, cast
 
 from shardclip.errors import UserError
 from shardclip.training.data.index import SampleKey, split_name
-from shardclip.training.data.ranges import file_system
+from shardclip.training.data.ranges import file_system, store_errors
 from shardclip.training.data.sources import RawSample, is_local
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,8 @@ class Checked:
 
     def read(self, size: int = -1) -> bytes:
         """The next bytes of the stream."""
-        content = self._stream.read(size)
+        with store_errors():
+            content = self._stream.read(size)
         if len(self._head) < 2:
             self._head = (self._head + content)[:2]
         self._tail = content[-1024:] if len(content) >= 1024 else (self._tail + content)[-1024:]
@@ -87,8 +88,9 @@ def open_stream(url: str) -> Readable:
         return gopen(url, "rb")
     if is_local(url):
         return open(url.removeprefix("file://"), "rb")
-    system, path = file_system(url)
-    return system.open(path, "rb", block_size=STREAM_BYTES, cache_type="readahead")
+    with store_errors():
+        system, path = file_system(url)
+        return system.open(path, "rb", block_size=STREAM_BYTES, cache_type="readahead")
 
 
 class RemoteShard:
