@@ -170,7 +170,10 @@ def watched(command: list[str], case: Case, threads: int) -> Seen:
             phases[phase[1].strip()] = float(phase[2])
     if process.wait() or len(steps) != case.warmup + case.steps:
         raise RuntimeError(f"{' '.join(command[1:4])}: {len(steps)} steps, then: " + " | ".join(lines[-3:]))
-    return Seen(steps[0], (steps[-1] - steps[case.warmup - 1]) / case.steps, losses, phases)
+    seen = Seen(steps[0], (steps[-1] - steps[case.warmup - 1]) / case.steps, losses, phases)
+    told = f"{case.name}, {command[2]}: {seen.step:.3f} s a step, the first after {seen.first_step:.1f} s"
+    print(told, file=sys.stderr, flush=True)
+    return seen
 
 
 def towers_seconds(folder: Path, case: Case) -> float:
@@ -237,9 +240,12 @@ def against_peer(folder: Path, chosen: argparse.Namespace) -> tuple[list[Row], d
 def bare_towers(folder: Path, chosen: argparse.Namespace) -> Row:
     """End to end over the bare towers, on the same tokens."""
     _, case = cases(chosen.quick)
-    whole, bare = in_turns(
-        lambda: ours(folder, case).step, lambda: in_child(towers_seconds, folder, case), chosen.repeats
-    )
+    try:
+        whole, bare = in_turns(
+            lambda: ours(folder, case).step, lambda: in_child(towers_seconds, folder, case), chosen.repeats
+        )
+    except RuntimeError as error:
+        return Row("of_bare_towers", "samples/s", "higher", 0.95, reason=str(error))
     rates = ([case.batch / seconds for seconds in side] for side in (whole, bare))
     return compared("of_bare_towers", "samples/s", *rates, better="higher", reach=0.95)
 
@@ -249,14 +255,17 @@ def two_processes(folder: Path, chosen: argparse.Namespace) -> list[Row]:
     _, whole = cases(chosen.quick)
     half = replace(whole, batch=whole.batch // 2)
     runs: dict[str, list[Seen]] = {"single": [], "ddp": [], "fsdp": []}
-    for _ in range(chosen.repeats):
-        runs["single"].append(ours(folder, whole, threads=2))
+    try:
+        for _ in range(chosen.repeats):
+            runs["single"].append(ours(folder, whole, threads=2))
+            for engine in ("ddp", "fsdp"):
+                runs[engine].append(ours(folder, half, f"--{engine}", processes=2))
         for engine in ("ddp", "fsdp"):
-            runs[engine].append(ours(folder, half, f"--{engine}", processes=2))
-    for engine in ("ddp", "fsdp"):
-        pairs = list(zip(runs[engine][0].losses, runs["single"][0].losses, strict=True))
-        if any(abs(one - other) > 1e-3 * other for one, other in pairs):
-            raise RuntimeError(f"losses of {engine} on two processes are not those of one: {pairs}")
+            pairs = list(zip(runs[engine][0].losses, runs["single"][0].losses, strict=True))
+            if any(abs(one - other) > 1e-3 * other for one, other in pairs):
+                raise RuntimeError(f"losses of {engine} on two processes are not those of one: {pairs}")
+    except RuntimeError as error:
+        return [Row(name, "s", reason=str(error)) for name in ("ddp_over_single", "fsdp_over_ddp")]
     seconds = {name: [run.step for run in found] for name, found in runs.items()}
     return [
         compared("ddp_over_single", "s", seconds["ddp"], seconds["single"]),
