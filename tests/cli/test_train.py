@@ -27,6 +27,8 @@ def test_a_run_leaves_its_settings_its_numbers_and_a_checkpoint(
     assert finished.said.count("--local-loss: always on") == 1
     assert finished.said.count("Train Epoch: 0 [16/16 (100%)]") == 1
     assert finished.said.count("data: 16 samples used, 0 of them met before; 0 left out") == 1
+    said_seconds = re.findall(r"(\w+) +[\d.]+ s$", (run / "out.log").read_text(), re.MULTILINE)
+    assert said_seconds == ["model", "engine", "data", "resume"], "B08: each phase of the start"
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["samples_seen"] for row in rows] == [8, 16]
     numbers = (
