@@ -47,8 +47,8 @@ class RunConfig:
     max_skipped_steps: int = 10
     """Stop after so many steps in a row whose gradient was not finite."""
     dry_run: bool = False
-    """Check settings, model and data, take one small step and save once, in a folder that is then removed; and
-    plan the memory of a whole step."""
+    """Check settings, model and data, take one small step and save once, in a folder that is then removed;
+    and plan the memory of a whole step."""
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size", "accum_freq", "max_skipped_steps"):

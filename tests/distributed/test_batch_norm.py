@@ -25,7 +25,7 @@ def norm(kind: str) -> nn.Module:
 
 
 def results(layer: nn.Module, rows: Tensor) -> dict[str, Tensor]:
-    """Two passes: output and gradients of the second, statistics after both. The loss weighs every element."""
+    """Two passes: output and gradients of the second, statistics after both. The loss weighs all."""
     layer(rows)
     rows = rows.clone().requires_grad_()
     out = layer(rows)
