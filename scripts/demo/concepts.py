@@ -52,10 +52,10 @@ class Concept:
     def captions(self) -> list[str]:
         """What a picture of it may be called; the loader draws one of these at each visit.
 
-        The group stands there once for every three others, so that no number of keywords makes it rare.
+        The group stands there once for every two others, so that no number of keywords makes it rare.
         """
         with_keyword = [f"{self.name}, {word}" for word in self.keywords]
-        return [self.name, self.group, *with_keyword, *[self.group] * (len(with_keyword) // 3)]
+        return [self.name, self.group, *with_keyword, *[self.group] * (len(with_keyword) // 2)]
 
 
 def split_of(concept: Concept, artist: str) -> str:
