@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+# A requeued job waits for as long as credentials live, two minutes by default, and for the scheduler.
 CONFIGURATION = """
 ClusterName=test
 SlurmctldHost=localhost
@@ -16,6 +17,8 @@ SlurmctldPort=17100
 SlurmdPort=17101
 SlurmUser=root
 AuthType=auth/munge
+AuthInfo=cred_expire=15
+SchedulerParameters=sched_interval=2,bf_interval=2
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
