@@ -255,9 +255,10 @@ def test_rank_0_writes_the_numbers_and_each_rank_its_log(ranks: "Any", tmp_path:
 TERMINAL = """
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+import torch
+from shardclip.training.distributed import Processes
 from shardclip.training.tracking import Tracker, TrackingConfig
-one = SimpleNamespace(rank=0, is_primary=True, host="here", all_gather_object=lambda thing: [thing])
+one = Processes(0, 1, 0, 1, torch.device("cpu"), "single", "here")
 with Tracker(TrackingConfig(log_every_n_steps=10), Path(sys.argv[1]), one) as tracker:
     tracker.begin(2000, 1000)
     for step in range(1, 21):
