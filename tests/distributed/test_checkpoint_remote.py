@@ -166,6 +166,7 @@ def test_b49_b50_kills_leave_the_previous_one_in_a_bucket(ranks: Any, tmp_path: 
     assert different(before, whole(alone)) == []
 
 
+@pytest.mark.long
 def test_a_run_keeps_its_checkpoints_in_a_bucket_and_is_exported_from_there(
     tmp_path: Path, bucket: str
 ) -> None:

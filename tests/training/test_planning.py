@@ -85,6 +85,7 @@ def test_the_state_is_16_bytes_a_parameter_over_the_shards(tmp_path):
     assert state == pytest.approx(update, rel=0.01)
 
 
+@pytest.mark.long
 def test_accumulation_keeps_whole_gradients_and_gathers_more():
     world, spec = World(4, 8), ModelSpec("small", SMALL, {})
     with simulated(world):
@@ -217,6 +218,7 @@ def test_the_plan_is_within_15_percent_of_two_processes(ranks, tmp_path, engine)
     assert max(measured) == pytest.approx(result.peak, rel=0.15)
 
 
+@pytest.mark.long
 def test_a_loss_that_was_simulated_before_is_booked_as_it_was():
     world, spec = World(64, 8), ModelSpec("small", SMALL, {})
     settings = _settings("--fsdp", "--batch-size", "24")
