@@ -343,10 +343,11 @@ def _idle(model: DualEncoder, blank_text: Tensor) -> list[str]:
     training = model.training
     model.eval()
     outputs = [out for out in model(blank_image, blank_text, caption_pairs=pairs) if out is not None]
-    model.train(training)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     total = torch.stack([out.float().sum() for out in outputs]).sum()
     gradients = torch.autograd.grad(total, list(trainable.values()), allow_unused=True)
+    # Not sooner: blocks that recompute run again in the backward.
+    model.train(training)
     return [name for name, gradient in zip(trainable, gradients, strict=True) if gradient is None]
 
 
