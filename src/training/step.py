@@ -127,7 +127,7 @@ class TrainingStep:
             losses,
             norm,
             scalars.logit_scale,
-            scalars.logit_bias,
+            None if scalars.logit_bias is None else scalars.logit_bias.detach(),
             rate,
             skipped=not finite,
             culprits=culprits,
