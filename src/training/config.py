@@ -159,17 +159,7 @@ def _contradictions(config: TrainConfig) -> list[tuple[bool, str]]:
     checkpoint, parallel = config.checkpoint, config.parallel
     sharded = parallel.fsdp or parallel.distributed_engine in ("fsdp", "hsdp")
     cooldown = optimizer.epochs_cooldown
-    only_sharded = {
-        "--fsdp-layers-to-wrap": parallel.fsdp_layers_to_wrap,
-        "--fsdp-min-params": parallel.fsdp_min_params,
-        "--fsdp-shard-size": parallel.fsdp_shard_size,
-        "--fsdp-no-reshard-after-forward": parallel.fsdp_no_reshard_after_forward,
-        "--fsdp-keep-gathered": parallel.fsdp_keep_gathered,
-        "--fsdp-forward-prefetch": parallel.fsdp_forward_prefetch,
-        "--fsdp-backward-prefetch": parallel.fsdp_backward_prefetch > 1,
-        "--fsdp-cpu-offload": parallel.fsdp_cpu_offload,
-    }
-    asked = [flag for flag, value in only_sharded.items() if value]
+    asked = _only_sharded(parallel)
     return [
         (
             data.train_data is None and data.dataset_type != "synthetic",
@@ -217,6 +207,21 @@ def _contradictions(config: TrainConfig) -> list[tuple[bool, str]]:
             f"--precision {parallel.precision} needs a GPU; on CPU take fp32 or amp_bf16",
         ),
     ]
+
+
+def _only_sharded(parallel: ParallelConfig) -> list[str]:
+    """The flags given that mean something under FSDP alone."""
+    values = {
+        "--fsdp-layers-to-wrap": parallel.fsdp_layers_to_wrap,
+        "--fsdp-min-params": parallel.fsdp_min_params,
+        "--fsdp-shard-size": parallel.fsdp_shard_size,
+        "--fsdp-no-reshard-after-forward": parallel.fsdp_no_reshard_after_forward,
+        "--fsdp-keep-gathered": parallel.fsdp_keep_gathered,
+        "--fsdp-forward-prefetch": parallel.fsdp_forward_prefetch,
+        "--fsdp-backward-prefetch": parallel.fsdp_backward_prefetch > 1,
+        "--fsdp-cpu-offload": parallel.fsdp_cpu_offload,
+    }
+    return [flag for flag, value in values.items() if value]
 
 
 def as_dict(config: Any) -> dict[str, dict[str, Any]]:
