@@ -21,7 +21,8 @@ from shardclip.training.evaluation.config import Task
 from shardclip.training.evaluation.results import Result, scalars
 from shardclip.training.evaluation.run import evaluate
 from shardclip.training.failure import EXIT_REQUEUE
-from shardclip.training.signals import Stoppable, Stopped
+from shardclip.training.fetching import Stoppable
+from shardclip.training.signals import Stopped
 from shardclip.training.start import Run, run_folder, start_run
 from shardclip.training.statistics import average_statistics
 from shardclip.training.step import SCALE_BOUNDS, StepResult

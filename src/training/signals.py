@@ -7,15 +7,11 @@ waits in a collective does not. So a thread reads the signal's number from the w
 from __future__ import annotations
 
 import os
-import queue
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Generic, TypeVar
-
-T = TypeVar("T")
 
 _active: list[StopRequest] = []
 
@@ -66,49 +62,6 @@ class StopRequest:
 
 class Stopped(Exception):
     """All ranks have agreed to leave what they were doing, because one of them was asked to stop."""
-
-
-class Stoppable(Generic[T]):
-    """Takes items from a source that may stall (a loader), and stops waiting when a stop is asked for.
-
-    One item is fetched at a time, and only when it is asked for, so the source is never ahead. What it raises
-    comes out of `take`, its end as StopIteration.
-    """
-
-    def __init__(self, items: Iterator[T], stop: StopRequest) -> None:
-        self._items, self._stop = items, stop
-        self._wanted: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
-        self._stopped = False
-        threading.Thread(target=self._fetch, name="stoppable source", daemon=True).start()
-        stop.tell(self._give_up)
-
-    def take(self) -> T | None:
-        """The next item; None, without waiting for the source any longer, once a stop was asked for."""
-        if self._stopped:
-            return None
-        self._wanted.put(True)
-        item, error = self._answers.get()
-        if error is not None:
-            raise error
-        self._stopped = item is None
-        return item
-
-    def close(self) -> None:
-        """Ask the source for nothing more."""
-        self._stop.forget(self._give_up)
-        self._wanted.put(False)
-
-    def _fetch(self) -> None:
-        while self._wanted.get():
-            try:
-                self._answers.put((next(self._items), None))
-            except BaseException as error:
-                self._answers.put((None, error))
-                return
-
-    def _give_up(self) -> None:
-        self._answers.put((None, None))
 
 
 @contextmanager

@@ -174,20 +174,10 @@ def start_run(config: TrainConfig, folder: Path, processes: Processes) -> Run:
         place = config.remote.checkpoint_dir or folder / "checkpoints"
         checkpoints = Checkpoints(place, config.checkpoint, processes, remote=config.remote)
         _resume(checkpoints, state, loader, length, configuration.as_dict(config))
-    step = TrainingStep(
-        engine,
-        objective,
-        optimizer,
-        processes,
-        pixels=lambda images: normalise(images, image_input),
-        blank_text=blank_text,
-        blank_image=torch.zeros(1, 3, *image_input.size, dtype=torch.uint8, device=processes.device),
-        pad_id=factory.pad_id(spec),
-        accumulation=config.run.accum_freq,
-        max_norm=config.optimizer.grad_clip_norm,
-        loss_scale=scaler,
-        teacher=teacher,
-    )
+    step = _training_step(
+        config, spec, image_input, engine, objective, optimizer, processes,
+        blank_text=blank_text, loss_scale=scaler, teacher=teacher,
+    )  # fmt: skip
     schedule = build_schedule(
         config.optimizer,
         total_samples=length.samples,
@@ -196,11 +186,7 @@ def start_run(config: TrainConfig, folder: Path, processes: Processes) -> Run:
         first_global_batch=state.progress["first_global_batch"],
     )
     if processes.is_primary:
-        configuration.save(config, folder / "config.yaml")
-        spec.save(folder / "model.json")
-        if config.remote.checkpoint_dir is not None:
-            copy = any_path(config.remote.checkpoint_dir) / "model.json"
-            copy.write_text((folder / "model.json").read_text(encoding="utf-8"), encoding="utf-8")
+        _save_settings(config, spec, folder)
     return Run(
         config, processes, folder, spec, image_input, tokenize, engine, step, schedule, loader, checkpoints,
         state, length, ema, flops,
@@ -238,6 +224,44 @@ def _open_data(
     length = Length(loader.samples_per_epoch, config.run.epochs, local_batch * processes.world_size)
     log.info("length: %s", length)
     return loader, length
+
+
+def _training_step(
+    config: TrainConfig,
+    spec: ModelSpec,
+    image_input: ImageInput,
+    engine: Engine,
+    objective: Objective,
+    optimizer: torch.optim.Optimizer,
+    processes: Processes,
+    *,
+    blank_text: Tensor,
+    loss_scale: LossScale,
+    teacher: DualEncoder | None,
+) -> TrainingStep:
+    return TrainingStep(
+        engine,
+        objective,
+        optimizer,
+        processes,
+        pixels=lambda images: normalise(images, image_input),
+        blank_text=blank_text,
+        blank_image=torch.zeros(1, 3, *image_input.size, dtype=torch.uint8, device=processes.device),
+        pad_id=factory.pad_id(spec),
+        accumulation=config.run.accum_freq,
+        max_norm=config.optimizer.grad_clip_norm,
+        loss_scale=loss_scale,
+        teacher=teacher,
+    )
+
+
+def _save_settings(config: TrainConfig, spec: ModelSpec, folder: Path) -> None:
+    """Leave in the run's folder, and beside checkpoints elsewhere, what they are read with."""
+    configuration.save(config, folder / "config.yaml")
+    spec.save(folder / "model.json")
+    if config.remote.checkpoint_dir is not None:
+        copy = any_path(config.remote.checkpoint_dir) / "model.json"
+        copy.write_text((folder / "model.json").read_text(encoding="utf-8"), encoding="utf-8")
 
 
 def _report(

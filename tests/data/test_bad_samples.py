@@ -14,6 +14,7 @@ from shards import SIZE, numbers, picture, sample, tokenize, write_shards, write
 from shardclip.errors import UserError
 from shardclip.training.data.batch import Batch
 from shardclip.training.data.config import DataConfig
+from shardclip.training.data.finite import pairs
 from shardclip.training.data.image_input import ImageInput
 from shardclip.training.data.loader import TrainLoader, account, merge_states, train_loader
 
@@ -187,10 +188,12 @@ class Stuck:
         return tokenize(captions)
 
 
-@pytest.mark.parametrize("die", [True, False])
-def test_a_dead_or_stuck_worker_is_told_with_rank_worker_shard_and_seconds(tmp_path: Path, die: bool) -> None:
+@pytest.mark.parametrize(("workers", "die"), [(1, True), (1, False), (0, False)])
+def test_a_dead_or_stuck_worker_is_told_with_rank_worker_shard_and_seconds(
+    tmp_path: Path, workers: int, die: bool
+) -> None:
     write_shards(tmp_path, [4])
-    config = DataConfig(train_data=str(tmp_path), workers=1, data_timeout=60.0 if die else 3.0)
+    config = DataConfig(train_data=str(tmp_path), workers=workers, data_timeout=60.0 if die else 8.0)
     one = train_loader(config, SPEC, Stuck(die), batch_size=4, rank=1, world_size=2, seed=0)
     with pytest.raises(UserError) as caught:
         next(iter(one))
@@ -198,7 +201,16 @@ def test_a_dead_or_stuck_worker_is_told_with_rank_worker_shard_and_seconds(tmp_p
     assert "rank 1" in message
     assert "worker 0" in message
     assert "00000.tar" in message
-    assert ("has died" if die else "3 seconds") in message
+    assert ("has died" if die else "8 seconds") in message
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stuck_reader_of_validation_data_is_told_alike(tmp_path: Path, workers: int) -> None:
+    write_shards(tmp_path, [4])
+    config = DataConfig(val_data=str(tmp_path), workers=workers, data_timeout=8.0)
+    stuck = pairs(config, SPEC, Stuck(die=False), batch_size=4, rank=0, world_size=1)
+    with pytest.raises(UserError, match=r"waited 8 seconds \(--data-timeout\).*worker 0: .*00000\.tar"):
+        next(iter(stuck))
 
 
 def test_a_position_of_other_data_or_another_cut_is_refused(tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ from shardclip.training import failure
 from shardclip.training.distributed import DistributedConfig, Processes, RemoteFailure, current
 from shardclip.training.environment import expand_repeats, first_host, read_environment
 from shardclip.training.failure import EXIT_FAILURE, EXIT_REQUEUE, EXIT_USER
-from shardclip.training.signals import Stoppable, StopRequest, stop_on_signals
+from shardclip.training.fetching import Stoppable
+from shardclip.training.signals import StopRequest, stop_on_signals
 from shardclip.training.worker import run_worker
 
 CPU = DistributedConfig(device="cpu", dist_start_minutes=1, dist_timeout_minutes=1)

@@ -67,12 +67,7 @@ class GlobalBatch:
 
     def exchange(self, image_values: Tensor, text_values: Tensor) -> tuple[Tensor, Tensor]:
         """Values of the own images [I, k] and texts [T, k] -> those of all ranks, [N_i, k] and [N_t, k]."""
-        sizes = [i + t for i, t in zip(self.image_counts, self.text_counts, strict=True)]
-        gathered = _gather_rows(torch.cat([image_values, text_values]), sizes, self.group)
-        ranks = gathered.split(sizes)
-        images = [values[:count] for values, count in zip(ranks, self.image_counts, strict=True)]
-        texts = [values[count:] for values, count in zip(ranks, self.image_counts, strict=True)]
-        return torch.cat(images), torch.cat(texts)
+        return _gather_sides(image_values, text_values, self.image_counts, self.text_counts, self.group)
 
     @torch.no_grad()
     def with_features(self, image_features: Tensor, text_features: Tensor) -> GlobalBatch:
@@ -121,26 +116,18 @@ def gather(
             f"{len(image_features)} images with {len(image_sample)} sample numbers, "
             f"{len(text_features)} texts with {len(text_sample)}"
         )
-    device = image_features.device
-    rows = torch.full([len(caption_id)], -1, device=device)
-    rows[text_sample] = torch.arange(len(text_sample), device=device)
-    text_of_image = rows[image_sample]
-    pair_images = (text_of_image >= 0).nonzero().squeeze(1)
-
+    pair_images, pair_texts = _pairs(image_sample, text_sample, len(caption_id))
     local = torch.tensor([[len(image_sample), len(text_sample), len(caption_id), len(pair_images)]])
     rank, world_size = _place(group)
-    counts = _gather_rows(local.to(device), [1] * world_size, group).tolist()
+    counts = _gather_rows(local.to(image_features.device), [1] * world_size, group).tolist()
     image_counts, text_counts, sample_counts, pair_counts = zip(*counts, strict=True)
     image_start, text_start = sum(image_counts[:rank]), sum(text_counts[:rank])
 
-    samples = torch.arange(len(caption_id), device=device) + sum(sample_counts[:rank])
+    samples = torch.arange(len(caption_id), device=caption_id.device) + sum(sample_counts[:rank])
     # Hashes of captions are not negative: a negative id belongs to one sample and meets no other.
     captions = torch.where(caption_id == -1, -2 - samples, caption_id)
     ids = torch.stack([samples, captions], dim=1)
-    sizes = [i + t for i, t in zip(image_counts, text_counts, strict=True)]
-    gathered = _gather_rows(torch.cat([ids[image_sample], ids[text_sample]]), sizes, group).split(sizes)
-    image_ids = torch.cat([part[:count] for part, count in zip(gathered, image_counts, strict=True)])
-    text_ids = torch.cat([part[count:] for part, count in zip(gathered, image_counts, strict=True)])
+    image_ids, text_ids = _gather_sides(ids[image_sample], ids[text_sample], image_counts, text_counts, group)
     return GlobalBatch(
         image_features=raised(_gather_rows(image_features.detach(), image_counts, group)),
         text_features=raised(_gather_rows(text_features.detach(), text_counts, group)),
@@ -153,7 +140,7 @@ def gather(
         image_start=image_start,
         text_start=text_start,
         pair_images=pair_images + image_start,
-        pair_texts=text_of_image[pair_images] + text_start,
+        pair_texts=pair_texts + text_start,
         pairs=sum(pair_counts),
         rank=rank,
         group=group,
@@ -180,6 +167,30 @@ def _place(group: ProcessGroup | None) -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(group), dist.get_world_size(group)
     return 0, 1
+
+
+def _pairs(image_sample: Tensor, text_sample: Tensor, samples: int) -> tuple[Tensor, Tensor]:
+    """The rows of the local images that have a text, and the rows of those texts, [p] int64 each."""
+    rows = torch.full([samples], -1, device=text_sample.device)
+    rows[text_sample] = torch.arange(len(text_sample), device=text_sample.device)
+    text_of_image = rows[image_sample]
+    pair_images = (text_of_image >= 0).nonzero().squeeze(1)
+    return pair_images, text_of_image[pair_images]
+
+
+def _gather_sides(
+    images: Tensor,
+    texts: Tensor,
+    image_counts: tuple[int, ...],
+    text_counts: tuple[int, ...],
+    group: ProcessGroup | None,
+) -> tuple[Tensor, Tensor]:
+    """Rows of this rank's images and texts -> those of all ranks, in one collective."""
+    sizes = [i + t for i, t in zip(image_counts, text_counts, strict=True)]
+    ranks = _gather_rows(torch.cat([images, texts]), sizes, group).split(sizes)
+    of_images = [rows[:count] for rows, count in zip(ranks, image_counts, strict=True)]
+    of_texts = [rows[count:] for rows, count in zip(ranks, image_counts, strict=True)]
+    return torch.cat(of_images), torch.cat(of_texts)
 
 
 def _gather_rows(rows: Tensor, counts: tuple[int, ...] | list[int], group: ProcessGroup | None) -> Tensor:

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from shardclip.errors import UserError
 from shardclip.training.data.batch import Batch
@@ -25,6 +24,7 @@ from shardclip.training.data.index import shard_index
 from shardclip.training.data.samples import LeftOut, SampleMaker, Tokenizer, collate
 from shardclip.training.data.sources import RawSample, Source, expand, kind_of, open_source
 from shardclip.training.data.table import SyntheticSource
+from shardclip.training.data.workers import PartReader, read
 
 log = logging.getLogger(__name__)
 
@@ -83,8 +83,8 @@ class Part:
 
 
 @dataclass
-class FiniteReader(IterableDataset):
-    """What runs in a worker: every W-th batch of the rank's interval of samples."""
+class FiniteReader(PartReader):
+    """Every R-th batch of the rank's interval of samples, for R readers."""
 
     source: Source
     start: int
@@ -92,27 +92,30 @@ class FiniteReader(IterableDataset):
     batch_size: int
     assemble: Callable[[list[RawSample], Counter[str]], Any]
 
-    def __iter__(self) -> Iterator[Part]:
-        worker = get_worker_info()
-        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
-        if worker is not None:
-            os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        for low in range(self.start + first * self.batch_size, self.stop, step * self.batch_size):
+    def parts(self, number: int, readers: int, reading: Callable[[str], None]) -> Iterator[Part]:
+        """The batches of reader `number`."""
+        for low in range(self.start + number * self.batch_size, self.stop, readers * self.batch_size):
+            reading(self.source.shard_name(self._shard_at(low)[0]))
             skipped: Counter[str] = Counter()
             raw = self.raw(low, min(low + self.batch_size, self.stop))
             yield Part(self.assemble(raw, skipped), dict(skipped))
 
     def raw(self, low: int, high: int) -> list[RawSample]:
         """The samples [low, high), counted through all shards in order."""
-        ends = np.cumsum(self.source.shard_samples)
         raw: list[RawSample] = []
         while low < high:
-            shard = int(np.searchsorted(ends, low, side="right"))
-            begin, stop = int(ends[shard] - self.source.shard_samples[shard]), min(high, int(ends[shard]))
+            shard, begin, end = self._shard_at(low)
+            stop = min(high, end)
             entries = self.source.locate(shard, np.arange(low - begin, stop - begin))
             raw.extend(self.source.fetch(entry) for entry in entries)
             low = stop
         return raw
+
+    def _shard_at(self, sample: int) -> tuple[int, int, int]:
+        """(shard, its first sample, the one after its last), counted through all shards in order."""
+        ends = np.cumsum(self.source.shard_samples)
+        shard = int(np.searchsorted(ends, sample, side="right"))
+        return shard, int(ends[shard] - self.source.shard_samples[shard]), int(ends[shard])
 
 
 @dataclass
@@ -122,6 +125,8 @@ class FinitePass:
     reader: FiniteReader
     workers: int
     timeout: float
+    """Seconds to wait for the next batch."""
+    rank: int
     samples: int
     """Samples of all ranks."""
     skipped: Counter[str] = field(default_factory=Counter)
@@ -147,9 +152,7 @@ class FinitePass:
     def __iter__(self) -> Iterator[Any]:
         self.skipped.clear()
         workers = min(self.workers, len(self))
-        timeout = self.timeout if workers else 0
-        parts = DataLoader(self.reader, batch_size=None, num_workers=workers, timeout=timeout)
-        for part in parts:
+        for part in read(self.reader, workers, self.timeout, self.rank):
             self.skipped.update(part.skipped)
             yield part.content
         if self.skipped:
@@ -289,7 +292,8 @@ def _share(
         samples = min(samples, config.val_num_samples)
     start, stop = samples * rank // world_size, samples * (rank + 1) // world_size
     reader = FiniteReader(source, start, stop, batch_size, assembler)
-    return FinitePass(reader, config.workers if workers is None else workers, config.data_timeout, samples)
+    workers = config.workers if workers is None else workers
+    return FinitePass(reader, workers, config.data_timeout, rank, samples)
 
 
 def _evaluation_source(config: DataConfig, image_input: ImageInput, label: bool) -> Source:

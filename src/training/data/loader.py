@@ -7,8 +7,6 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from typing import Any
 
-from torch.utils.data import DataLoader
-
 from shardclip.errors import UserError
 from shardclip.training.data.batch import Batch, concatenate
 from shardclip.training.data.config import DataConfig
@@ -16,12 +14,13 @@ from shardclip.training.data.counting import count_remote, total
 from shardclip.training.data.decode import training_decoder
 from shardclip.training.data.image_input import ImageInput
 from shardclip.training.data.order import streams_for
-from shardclip.training.data.reader import SKIP_WINDOW, Failure, Layout, NowReading, Reader, in_words
+from shardclip.training.data.reader import SKIP_WINDOW, Layout, Reader, in_words
 from shardclip.training.data.remote_streams import RemoteData, say_how_dealt
 from shardclip.training.data.samples import SampleMaker, Tokenizer
 from shardclip.training.data.sources import Source, expand, factors_of, kind_of, open_source
 from shardclip.training.data.streams import Data, SeekingData
 from shardclip.training.data.table import SyntheticSource
+from shardclip.training.data.workers import read
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +112,6 @@ class TrainLoader:
         self._skipped = Counter(state["skipped"]) if self._layout.rank == 0 else Counter()
         self._repeated = state.get("repeated", 0) if self._layout.rank == 0 else 0
         self._reader.layout = self._layout
-        self._reader.now_reading = NowReading(self._layout.readers)
 
     def close(self) -> None:
         """End the workers."""
@@ -122,46 +120,14 @@ class TrainLoader:
     def _next_part(self) -> Batch:
         if self._loader is None:
             self._loader = self._start()
-        try:
-            part = next(self._loader)
-        except RuntimeError as error:
-            raise self._explained(error) from error
-        if isinstance(part, Failure):
-            raise UserError(part.message)
+        part = next(self._loader)
         self._positions.update(part.state)
         return part
-
-    def _explained(self, error: RuntimeError) -> Exception:
-        """The user's message of what DataLoader says of a slow or dead worker; other errors as they are."""
-        if "DataLoader" not in str(error) or "worker process" in str(error):
-            return error
-        reading = ", ".join(
-            f"worker {number}: {name or 'nothing yet'}"
-            for number, name in enumerate(self._reader.now_reading.names())
-        )
-        if "timed out" in str(error):
-            return UserError(
-                f"rank {self._layout.rank} has waited {self._config.data_timeout:g} seconds (--data-timeout) "
-                f"for samples. Its workers are reading: {reading}."
-            )
-        return UserError(
-            f"a reading process of rank {self._layout.rank} has died ({error}); often the memory of the "
-            f"machine or of /dev/shm was used up, and fewer --workers help. The workers were "
-            f"reading: {reading}."
-        )
 
     def _start(self) -> Iterator[Any]:
         self._reader.positions = self._positions
         workers = self._layout.readers if self._layout.workers else 0
-        return iter(
-            DataLoader(
-                self._reader,
-                batch_size=None,
-                num_workers=workers,
-                timeout=self._config.data_timeout if workers else 0,
-                prefetch_factor=2 if workers else None,
-            )
-        )
+        return read(self._reader, workers, self._config.data_timeout, self._layout.rank)
 
     def _account(self, batch: Batch) -> None:
         """Count what was left out; too much of it stops the run."""

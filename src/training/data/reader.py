@@ -1,37 +1,22 @@
-"""What runs in a reading process: a fixed set of streams, and their part of every batch."""
+"""A reader of training data: a fixed set of streams, and their part of every batch."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import logging
-import os
-import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-
-import numpy as np
-import torch
-from torch.utils.data import IterableDataset, get_worker_info
 
 from shardclip.errors import UserError
 from shardclip.training.data.batch import Batch
 from shardclip.training.data.samples import LeftOut, Sample, SampleMaker, Tokenizer, collate
 from shardclip.training.data.streams import Data, Stream
+from shardclip.training.data.workers import PartReader
 
 log = logging.getLogger(__name__)
 
 SKIP_WINDOW = 10_000
 """Samples over which the rate of those left out is taken."""
-NAME_BYTES = 512
-
-
-@dataclass(frozen=True)
-class Failure:
-    """What a worker hands over instead of a batch when it cannot go on: a message for the user."""
-
-    message: str
 
 
 @dataclass
@@ -74,31 +59,7 @@ class Layout:
         return range(first + mine * reader // self.readers, first + mine * (reader + 1) // self.readers)
 
 
-class NowReading:
-    """Memory that readers share with the training process: the shard that each is reading."""
-
-    def __init__(self, readers: int) -> None:
-        self._names = torch.zeros(readers, NAME_BYTES, dtype=torch.uint8).share_memory_()
-
-    def by(self, reader: int) -> Callable[[str], None]:
-        """The function that notes what a reader turns to."""
-        row = self._names[reader].numpy()
-        last = ""
-
-        def note(name: str) -> None:
-            nonlocal last
-            if name != last:
-                last = name
-                row[:] = np.frombuffer(name.encode()[:NAME_BYTES].ljust(NAME_BYTES, b"\0"), dtype=np.uint8)
-
-        return note
-
-    def names(self) -> list[str]:
-        """What each reader was reading last."""
-        return [bytes(row.numpy()).rstrip(b"\0").decode(errors="replace") for row in self._names]
-
-
-class Reader(IterableDataset):
+class Reader(PartReader):
     """An endless iterator over this process's part of each of the rank's batches."""
 
     def __init__(
@@ -110,25 +71,15 @@ class Reader(IterableDataset):
         self.tokenize = tokenize
         self.size = size
         self.positions: dict[int, list[int]] = {}
-        self.now_reading = NowReading(layout.readers)
 
-    def __iter__(self) -> Iterator[Batch | Failure]:
-        worker = get_worker_info()
-        number = worker.id if worker else 0
-        if worker is not None:
-            os.environ["TOKENIZERS_PARALLELISM"] = "false"
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            keep_freed_memory()
-        reading = self.now_reading.by(number)
-        try:
-            streams = [
-                self.data.stream(stream, self.positions.get(stream), reading)
-                for stream in self.layout.streams_of(number)
-            ]
-            while True:
-                yield self._part(streams)
-        except UserError as error:
-            yield Failure(str(error))
+    def parts(self, number: int, readers: int, reading: Callable[[str], None]) -> Iterator[Batch]:
+        """One part of each batch, for ever."""
+        streams = [
+            self.data.stream(stream, self.positions.get(stream), reading)
+            for stream in self.layout.streams_of(number)
+        ]
+        while True:
+            yield self._part(streams)
 
     def _part(self, streams: list[Stream]) -> Batch:
         samples: list[Sample] = []
@@ -157,19 +108,6 @@ class Reader(IterableDataset):
                     f"none of {barren} samples in a row could be used: {in_words(skipped)}. "
                     f"{self.data.found()}."
                 )
-
-
-def keep_freed_memory() -> None:
-    """Have glibc keep freed blocks of picture size for the next picture, up to 64 MiB.
-
-    By default each one goes back to the kernel, and touching its pages anew costs about as much as half of
-    the decoding. Does nothing under another C library.
-    """
-    trim_threshold, mmap_threshold = -1, -3  # malloc.h: M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
-    with contextlib.suppress(OSError, AttributeError):
-        libc = ctypes.CDLL(None)
-        libc.mallopt(mmap_threshold, 32 * 2**20)
-        libc.mallopt(trim_threshold, 64 * 2**20)
 
 
 def in_words(skipped: Counter[str]) -> str:

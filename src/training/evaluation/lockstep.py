@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from shardclip.training.distributed import Processes
 from shardclip.training.evaluation.progress import Progress
-from shardclip.training.signals import Stoppable, Stopped
+from shardclip.training.fetching import Stoppable
+from shardclip.training.signals import Stopped
 
 Item = TypeVar("Item")
 
