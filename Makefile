@@ -3,6 +3,8 @@
 PYTHON ?= python3
 ENGINE ?= fsdp
 RUN = runs/emoji-$(ENGINE)
+# Two tests at a time: many wait for processes that they started.
+PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal
 DATA = data/emoji
 BIN = .venv/bin
 VENV = $(BIN)/.installed
@@ -39,10 +41,10 @@ train: $(VENV) $(DATA)/.prepared
 	$(BIN)/python scripts/demo/report.py $(RUN) --data $(DATA)
 
 test: $(VENV)
-	$(BIN)/python -m pytest -m 'not long and not gpu and not slurm'
+	$(PYTEST) -m 'not long and not gpu and not slurm'
 
 test-all: test
-	$(BIN)/python -m pytest -m 'long and not gpu and not slurm'
+	$(PYTEST) -m 'long and not gpu and not slurm'
 
 # Fifty kills at random moments of a save.
 soak: $(VENV)

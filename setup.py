@@ -62,6 +62,7 @@ setup(
             "mypy>=2.4",
             "pyarrow>=26",
             "pytest>=9.2",
+            "pytest-xdist>=3.8",
             "ruff>=0.17",
             "s3fs>=2026.9",
             "tensorboard>=2.21",

@@ -22,6 +22,8 @@ HERE = Path(__file__).parent
 NOT_BENCHMARKS = ("all", "report", "shards")
 WITH_PEER = ("loader", "train")
 """Those whose peer is open_clip's trainer, which wants an older webdataset than we do."""
+WITH_PLOT = ("growth",)
+"""Those that draw what they measured."""
 
 
 def scripts() -> list[Path]:
@@ -29,12 +31,13 @@ def scripts() -> list[Path]:
     return sorted(path for path in HERE.glob("*.py") if path.stem not in NOT_BENCHMARKS)
 
 
-def run(script: Path, options: argparse.Namespace) -> dict[str, Any]:
+def run(script: Path, options: argparse.Namespace, plot: Path) -> dict[str, Any]:
     """What a benchmark reports, with its minutes; or its name and why there is no report."""
     words = [os.path.relpath(script), "--json"]
     words += ["--quick"] * options.quick
     words += ["--repeats", str(options.repeats)] if options.repeats else []
     words += ["--peer-python", options.peer_python] if script.stem in WITH_PEER else []
+    words += ["--plot", str(plot)] if script.stem in WITH_PLOT else []
     print(shlex.join(["python", *words]), flush=True)
     began = time.perf_counter()
     done = subprocess.run([sys.executable, *words], stdout=subprocess.PIPE, text=True, check=False)
@@ -48,7 +51,8 @@ def run(script: Path, options: argparse.Namespace) -> dict[str, Any]:
             "rows": [],
         }
     print("\n".join(lines[:-1]), flush=True)
-    return {**json.loads(lines[-1]), "minutes": minutes}
+    drawn = {"plot": plot.name} if plot.exists() and script.stem in WITH_PLOT else {}
+    return {**json.loads(lines[-1]), "minutes": minutes, **drawn}
 
 
 def page(reports: list[dict[str, Any]], day: str) -> str:
@@ -68,6 +72,8 @@ def page(reports: list[dict[str, Any]], day: str) -> str:
             "|---|---|---|---|---|---|---|",
             *(_line(row) for row in report["rows"]),
         ]
+        if "plot" in report:
+            lines += ["", f"![{report['bench']}]({report['plot']})"]
     return "\n".join(lines) + "\n"
 
 
@@ -90,9 +96,9 @@ def main() -> int:
     options.add_argument("--peer-python", default=sys.executable, help="interpreter with the peer installed")
     options.add_argument("--out", type=Path, required=True, help="folder of the page")
     chosen = options.parse_args()
-    reports = [run(script, chosen) for script in scripts()]
     day = date.today().isoformat()
     chosen.out.mkdir(parents=True, exist_ok=True)
+    reports = [run(script, chosen, chosen.out / f"{day}-{script.stem}.png") for script in scripts()]
     (chosen.out / f"{day}.md").write_text(page(reports, day), encoding="utf-8")
     (chosen.out / f"{day}.json").write_text(json.dumps(reports, indent=1) + "\n", encoding="utf-8")
     print(f"written: {chosen.out / day}.md and .json")

@@ -38,7 +38,7 @@ SIDE = 224
 
 
 def make_data(folder: Path, quick: bool) -> None:
-    """Four shards of each size, and 100,000 tiny samples for resuming."""
+    """Four shards of each size."""
     chance = np.random.default_rng(0)
     for name, size in SIZES.items():
         pictures = [photograph(size, chance) for _ in range(8 if quick else 32)]
@@ -46,12 +46,18 @@ def make_data(folder: Path, quick: bool) -> None:
         for shard in range(4):
             captions = (caption(10, chance) for _ in range(32 if quick else 128))
             write_shard(folder / name / f"{shard:05d}.tar", pictures, captions)
-    (folder / "many").mkdir()
-    tiny = [photograph((16, 16), chance)]
+
+
+def make_many(folder: Path, quick: bool) -> str:
+    """100,000 tiny samples for resuming (a tenth when quick); their folder."""
+    chance = np.random.default_rng(0)
+    many = folder / "many"
+    many.mkdir()
     captions = (caption(10, chance) for _ in range(500 if quick else 5000))
-    write_shard(folder / "many" / "00000.tar", tiny, captions)
+    write_shard(many / "00000.tar", [photograph((16, 16), chance)], captions)
     for shard in range(1, 20):
-        shutil.copy(folder / "many" / "00000.tar", folder / "many" / f"{shard:05d}.tar")
+        shutil.copy(many / "00000.tar", many / f"{shard:05d}.tar")
+    return str(many)
 
 
 def our_loader(data: str, batch: int, workers: int) -> Iterator[Any]:
@@ -249,7 +255,7 @@ def main() -> None:
         folder = Path(name)
         make_data(folder, chosen.quick)
         rows = loader_rows(folder, chosen)
-        many = str(folder / "many")
+        many = make_many(folder, chosen.quick)
         resume_seconds(many, 0.5)  # makes the index, which is not what is compared
         late, early = in_turns(
             lambda: resume_seconds(many, 0.9), lambda: resume_seconds(many, 0.1), chosen.repeats

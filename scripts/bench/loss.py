@@ -75,7 +75,7 @@ def _peer(loss: str, sizes: Sizes, images: Tensor, texts: Tensor, scale: Tensor,
 STEPS: dict[str, Callable[..., Tensor]] = {"ours": _ours, "peer": _peer}
 
 
-def _join(ranks: int) -> None:
+def join(ranks: int) -> None:
     """Become rank 0 of `ranks`, once a process: `torch.distributed.nn` keeps the group that it first saw."""
     warnings.filterwarnings("ignore", category=FutureWarning)
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
@@ -106,7 +106,7 @@ def cpu_seconds(which: str, loss: str, sizes: Sizes) -> float:
 def peak_bytes(which: str, loss: str, sizes: Sizes, threads: int) -> float:
     """Peak resident memory of one forward and backward beyond what was there, others' features apart."""
     torch.set_num_threads(threads)
-    _join(sizes.ranks)
+    join(sizes.ranks)
     _run(
         which, loss, sizes._replace(local=64, tile=32), _leaves(sizes._replace(local=64))
     )  # libraries' own buffers
@@ -172,7 +172,7 @@ def main() -> None:
     local, tile = given.local_batch // shrink, given.tile // shrink
     sizes = Sizes(local, given.global_batch // given.local_batch, given.width, tile)
     torch.set_num_threads(given.threads)
-    _join(sizes.ranks)
+    join(sizes.ranks)
 
     def memory(name: str, loss: str, reach: float) -> Row:
         measured = in_turns(

@@ -154,7 +154,10 @@ def test_b49_b50_kills_leave_the_previous_one_in_a_bucket(ranks: Any, tmp_path: 
     url = f"{bucket}/{tmp_path.name}"
     before = ranks(2).run(save_there, environment, url, 4)[0]
     for victim in (0, 1):
-        with pytest.raises(AssertionError, match=r"the process died|Connection closed|reset by peer"):
+        # The other rank may be the first to be heard: its save has failed for want of the victim.
+        with pytest.raises(
+            AssertionError, match=r"the process died|Connection closed|reset by peer|not be saved"
+        ):
             ranks(2).run(save_there, environment, url, 8, victim)
         assert RemoteFolder(url).begun() == {"samples-000000000004", "samples-000000000008"}
         for name, loaded in ranks(2).run(take_there, environment, url):

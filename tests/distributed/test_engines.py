@@ -148,6 +148,8 @@ FURTHER = {
     "RN50": [Mode("ddp", recompute=True)],
 }
 """The others are compiled and recomputed in the long product."""
+FAMILIES = ("ViT-G-14", "convnext_base_w", "roberta-ViT-B-32", "RN50", "coca_ViT-B-32")
+"""A native tower, timm's, Hugging Face's, a ResNet and a captioner: the whole product is taken of these."""
 PRODUCT = [Mode(*mode) for mode in product(("ddp", "fsdp", "hsdp"), (False, True), (False, True))]
 
 
@@ -163,7 +165,7 @@ def test_every_engine_has_the_curve_and_the_keys_of_one_process(ranks, name: str
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", towers.SHIPPED)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_recompute_and_compile_change_nothing_under_any_engine(ranks, name: str) -> None:
     expected = reference_of(ranks, name)
     alone = [Mode("none", *flags) for flags in product((False, True), (False, True))]
@@ -171,6 +173,13 @@ def test_recompute_and_compile_change_nothing_under_any_engine(ranks, name: str)
     compare(name, ranks(2).run(run_modes, name, PRODUCT, timeout=300.0), expected)
     in_pairs = [Mode("hsdp"), Mode("hsdp", recompute=True)]
     compare(name, ranks(4).run(run_modes, name, in_pairs, timeout=300.0), expected)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", sorted(set(towers.SHIPPED) - set(FAMILIES)))
+def test_recompute_and_compile_together_change_nothing_under_any_engine(ranks, name: str) -> None:
+    modes = [Mode(engine, recompute=True, compiled=True) for engine in ("ddp", "fsdp", "hsdp")]
+    compare(name, ranks(2).run(run_modes, name, modes, timeout=300.0), reference_of(ranks, name))
 
 
 def still(name: str) -> list[str]:

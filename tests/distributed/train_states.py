@@ -19,8 +19,8 @@ TINY = ModelSpec(
     model_cfg={
         "embed_dim": 16,
         "init_logit_bias": -10.0,
-        "vision_cfg": {"image_size": 16, "layers": 2, "width": 32, "head_width": 16, "patch_size": 8},
-        "text_cfg": {"context_length": 8, "vocab_size": 64, "width": 32, "heads": 2, "layers": 2},
+        "vision_cfg": {"image_size": 16, "layers": 1, "width": 32, "head_width": 16, "patch_size": 8},
+        "text_cfg": {"context_length": 8, "vocab_size": 64, "width": 32, "heads": 2, "layers": 1},
     },
     preprocess_cfg={},
 )
