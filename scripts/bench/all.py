@@ -2,7 +2,8 @@
 
     python scripts/bench/all.py --peer-python .peer/python --out docs/benchmarks [--quick] [--repeats N]
 
-Writes DATE.md and DATE.json: machine, versions, commands, medians and spreads, whatever came out.
+Writes DATE.md and DATE.json: machine, versions, commands, medians and spreads, whatever came out. They are
+written anew after each benchmark, so that a run that is stopped leaves what it measured.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ WITH_PLOT = ("growth",)
 """Those that draw what they measured."""
 
 
-def scripts() -> list[Path]:
-    """The benchmarks, by name."""
-    return sorted(path for path in HERE.glob("*.py") if path.stem not in NOT_BENCHMARKS)
+def names() -> list[str]:
+    """The benchmarks."""
+    return sorted(path.stem for path in HERE.glob("*.py") if path.stem not in NOT_BENCHMARKS)
 
 
 def run(script: Path, options: argparse.Namespace, plot: Path) -> dict[str, Any]:
@@ -94,13 +95,16 @@ def main() -> int:
     options.add_argument("--quick", action="store_true", help="smaller sizes, the same comparisons")
     options.add_argument("--repeats", type=int, help="pairs of measurements; default: each script's own")
     options.add_argument("--peer-python", default=sys.executable, help="interpreter with the peer installed")
+    options.add_argument("--only", nargs="+", choices=names(), default=names(), help="these, in this order")
     options.add_argument("--out", type=Path, required=True, help="folder of the page")
     chosen = options.parse_args()
     day = date.today().isoformat()
     chosen.out.mkdir(parents=True, exist_ok=True)
-    reports = [run(script, chosen, chosen.out / f"{day}-{script.stem}.png") for script in scripts()]
-    (chosen.out / f"{day}.md").write_text(page(reports, day), encoding="utf-8")
-    (chosen.out / f"{day}.json").write_text(json.dumps(reports, indent=1) + "\n", encoding="utf-8")
+    reports: list[dict[str, Any]] = []
+    for name in chosen.only:
+        reports.append(run(HERE / f"{name}.py", chosen, chosen.out / f"{day}-{name}.png"))
+        (chosen.out / f"{day}.md").write_text(page(reports, day), encoding="utf-8")
+        (chosen.out / f"{day}.json").write_text(json.dumps(reports, indent=1) + "\n", encoding="utf-8")
     print(f"written: {chosen.out / day}.md and .json")
     return int(any("failed" in report for report in reports))
 

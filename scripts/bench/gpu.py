@@ -183,7 +183,7 @@ def peer(setting: Setting, steps: int) -> Found:
 
     arguments: Namespace = parse_args([*setting.flags, "--skip-scheduler", "--log-every-n-steps", "1000000"])
     arguments.__dict__.update(
-        rank=0, local_rank=0, world_size=1, distributed=False, horovod=False, distill=False
+        rank=0, local_rank=0, world_size=1, distributed=False, horovod=False, distill=False, wandb=False
     )
     model = open_clip.create_model(setting.model, precision=arguments.precision, device=setting.device)
     model.set_grad_checkpointing(setting.recomputed)

@@ -2,12 +2,13 @@
 
     python scripts/bench/growth.py [--json] [--quick] [--plot growth.png]
 
-The loss is that of loss.py, one rank of the global batch. Traffic is what `shardclip plan` counts for
-ViT-B-32 under --fsdp, 64 samples a rank; theory is weights gathered twice in bf16, gradients reduced once in
-fp32, and the features of the global batch gathered once in fp32. Wrapping is the CPU time in which ViT-B-32
-is laid over simulated ranks, in nodes of 8. Resuming is from opening the loader to its first batch, in
-100,000 samples. Each row is the last point of its curve over what theory says there; theory starts at the
-first point where it says only how a cost grows.
+The loss is that of loss.py, one rank of the global batch. Ranks are simulated: ViT-B-32 under --fsdp, 64
+samples a rank, nodes of 8, so that weights are sharded within a node. Theory of the traffic is what
+`shardclip plan` should count: weights gathered twice in bf16, gradients reduced in fp32 within a node and the
+shards of them across nodes, the features of the global batch gathered once in fp32. Wrapping is the CPU time
+of laying the model over the ranks. Resuming is from opening the loader to its first batch, 100,000 samples.
+Each row is the last point of its curve over what theory says there; theory starts at the first point where
+it says only how a cost grows.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 
 import loader
 import loss
@@ -31,7 +33,7 @@ from shardclip.training.parallel import lay_out
 from shardclip.training.planning.extrapolation import predict
 from shardclip.training.planning.simulation import World, simulated
 
-MODEL, LOCAL_BATCH = "ViT-B-32", 64
+MODEL, LOCAL_BATCH, NODE = "ViT-B-32", 64, 8
 
 
 @dataclass(frozen=True)
@@ -52,48 +54,25 @@ class Curve:
         return compared(f"{self.name}_over_theory", self.unit, [self.measured[-1]], [self.theory[-1]])
 
 
-def curve(
-    name: str,
-    over: str,
-    unit: str,
-    law: str,
-    sizes: Sequence[float],
-    measure: Callable[[float], float],
-    growth: Callable[[float], float],
+def like_the_first(
+    name: str, over: str, unit: str, sizes: Sequence[float], measured: Sequence[float]
 ) -> Curve:
-    """The curve of `measure`; theory has its first value and grows like `growth`."""
-    measured = [measure(size) for size in sizes]
-    theory = [measured[0] * growth(size) / growth(sizes[0]) for size in sizes]
-    return Curve(name, over, unit, sizes, measured, theory, law)
+    """A curve that theory says is flat."""
+    return Curve(name, over, unit, sizes, measured, [measured[0]] * len(sizes), "constant")
 
 
 def loss_curves(quick: bool) -> list[Curve]:
     """Memory and time of the softmax loss."""
     local = 512 if quick else 2048
-    batches = [local * ranks for ranks in ((2, 4, 8) if quick else (4, 8, 16, 32))]
-
-    def sizes(batch: float) -> loss.Sizes:
-        return loss.Sizes(local, int(batch) // local, 512, loss.TILE // (4 if quick else 1))
-
+    ranks = (2, 8) if quick else (4, 8, 16, 32)
+    sizes = [loss.Sizes(local, number, 512, loss.TILE // (4 if quick else 1)) for number in ranks]
+    batches = [local * number for number in ranks]
+    memory = [in_child(loss.peak_bytes, "ours", "softmax", size, 1) / 1e6 for size in sizes]
+    seconds = [in_child(loss_seconds, size) for size in sizes]
+    in_theory = [seconds[0] * batch / batches[0] for batch in batches]
     return [
-        curve(
-            "loss_memory",
-            "global batch",
-            "MB",
-            "constant",
-            batches,
-            lambda batch: in_child(loss.peak_bytes, "ours", "softmax", sizes(batch), 1) / 1e6,
-            lambda batch: 1.0,
-        ),
-        curve(
-            "loss_time",
-            "global batch",
-            "CPU s",
-            "proportional",
-            batches,
-            lambda batch: in_child(loss_seconds, sizes(batch)),
-            lambda batch: batch,
-        ),
+        like_the_first("loss_memory", "global batch", "MB", batches, memory),
+        Curve("loss_time", "global batch", "CPU s", batches, seconds, in_theory, "proportional"),
     ]
 
 
@@ -104,27 +83,34 @@ def loss_seconds(sizes: loss.Sizes) -> float:
     return [loss.cpu_seconds("ours", "softmax", sizes) for _ in range(2)][-1]
 
 
-def traffic_curves(ranks: Sequence[int]) -> list[Curve]:
-    """Collectives and bytes of a step by ranks."""
+def rank_curves(quick: bool) -> list[Curve]:
+    """Collectives and bytes of a step, and the time of wrapping, by ranks."""
+    ranks = (16, 64) if quick else (16, 64, 256, 1024)
+    counts, sent, wrapping = zip(*(in_child(simulate, number) for number in ranks), strict=True)
     spec = factory.resolve(run_settings().model, sigmoid=False)
     parameters = sum(parameter.numel() for parameter in factory.build_meta(spec).parameters())
     features = 2 * 4 * spec.model_cfg["embed_dim"] * LOCAL_BATCH
-    counts, sent = zip(*(in_child(traffic, number) for number in ranks), strict=True)
-    in_theory = tuple((8 * parameters + features * number) / 1e9 for number in ranks)
-    law = "8 bytes a parameter, and the features"
+    in_theory = [((8 + 4 / NODE) * parameters + features * number) / 1e9 for number in ranks]
+    law = "8.5 bytes a parameter, and the features"
     return [
-        Curve("collectives", "ranks", "a step", ranks, counts, counts[:1] * len(ranks), "constant"),
-        Curve("traffic", "ranks", "GB a step", ranks, tuple(number / 1e9 for number in sent), in_theory, law),
+        like_the_first("collectives", "ranks", "a step", ranks, counts),
+        Curve("traffic", "ranks", "GB a step", ranks, [number / 1e9 for number in sent], in_theory, law),
+        like_the_first("wrapping", "ranks", "CPU s", ranks, wrapping),
     ]
 
 
-def traffic(ranks: int) -> tuple[float, float]:
-    """Collectives of a step and their bytes, of one rank."""
-    config, world = run_settings(), World(ranks, 8)
+def simulate(ranks: int) -> tuple[float, float, float]:
+    """Collectives of a step of one rank, their bytes, and CPU seconds of laying the model over the ranks."""
+    config, world = run_settings(), World(ranks, NODE)
+    spec = factory.resolve(config.model, sigmoid=False)
     with simulated(world):
-        found = predict(config, factory.resolve(config.model, sigmoid=False), world)
+        found = predict(config, spec, world)  # and what is done once a process
+        model = factory.build_meta(spec)
+        began = time.process_time()
+        lay_out(model, config.parallel, world.processes())
+        seconds = time.process_time() - began
     kinds = found.traffic.values()
-    return sum(kind.count for kind in kinds), sum(kind.bytes for kind in kinds)
+    return sum(kind.count for kind in kinds), sum(kind.bytes for kind in kinds), seconds
 
 
 def run_settings() -> TrainConfig:
@@ -135,30 +121,13 @@ def run_settings() -> TrainConfig:
     return configuration.parse(words.split())
 
 
-def wrap_seconds(ranks: int) -> float:
-    """CPU seconds of laying the model, without memory, over so many ranks."""
-    config = run_settings()
-    model = factory.build_meta(factory.resolve(config.model, sigmoid=False))
-    world = World(ranks, 8)
-    with simulated(world):
-        began = time.process_time()
-        lay_out(model, config.parallel, world.processes())
-        return time.process_time() - began
-
-
 def resume_curve(folder: Path, quick: bool) -> Curve:
     """Resuming by the position in the epoch."""
     data = loader.make_many(folder, quick)
     loader.resume_seconds(data, 0.5)  # makes the index, which is not what is compared
-    return curve(
-        "resume",
-        "share of the epoch",
-        "s",
-        "constant",
-        (0.1, 0.5, 0.9),
-        lambda share: loader.resume_seconds(data, share),
-        lambda share: 1.0,
-    )
+    shares = (0.1, 0.5, 0.9)
+    seconds = [median(loader.resume_seconds(data, share) for _ in range(3)) for share in shares]
+    return like_the_first("resume", "share of the epoch", "s", shares, seconds)
 
 
 def draw(curves: Sequence[Curve], path: Path) -> None:
@@ -182,20 +151,10 @@ def main() -> None:
     options = parser(__doc__, repeats=1)
     options.add_argument("--plot", type=Path, help="draw the curves into this file")
     chosen = options.parse_args()
-    ranks = (8, 64) if chosen.quick else (8, 64, 256, 1024)
     with tempfile.TemporaryDirectory(prefix="bench-growth-") as name:
         curves = [
             *loss_curves(chosen.quick),
-            *traffic_curves(ranks),
-            curve(
-                "wrapping",
-                "ranks",
-                "CPU s",
-                "constant",
-                ranks,
-                lambda n: in_child(wrap_seconds, int(n)),
-                lambda n: 1.0,
-            ),
+            *rank_curves(chosen.quick),
             resume_curve(Path(name), chosen.quick),
         ]
     if chosen.plot:
