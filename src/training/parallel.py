@@ -363,5 +363,5 @@ def _replicate(model: DualEncoder, processes: Processes, blank_text: Tensor) -> 
         # The weights have just come from rank 0.
         init_sync=False,
         # Statistics are each rank's own until a save, or synchronised by the layers themselves.
-        broadcast_buffers=False,
+        forward_sync_buffers=False,
     )
