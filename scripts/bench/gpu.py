@@ -10,7 +10,7 @@ makes. MFU is three forward passes of the tokens that are computed over the devi
 again is no work. `MODEL_loader` is ours with the loader in front (512x384 JPEG, four workers) over ours from
 memory.
 
-Without a GPU every row is null with the reason; `--device cpu --quick` shows that the script works.
+Without a GPU every row is null with the reason; `--device cpu` does the same on a CPU, slowly.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Setting:
         """Those that both trainers know."""
         words = f"--model {self.model} --batch-size {self.batch} --device {self.device} --precision amp_bf16"
         extra = ["--torchcompile"] * self.compiled + ["--grad-checkpointing"] * self.recomputed
-        return [*words.split(), "--lr", "5e-4", "--seed", "0", *extra]
+        return [*words.split(), "--lr", "5e-4", "--warmup", "0", "--seed", "0", *extra]
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,9 @@ def peer(setting: Setting, steps: int) -> Found:
     arguments.__dict__.update(
         rank=0, local_rank=0, world_size=1, distributed=False, horovod=False, distill=False, wandb=False
     )
-    model = open_clip.create_model(setting.model, precision=arguments.precision, device=setting.device)
+    model = open_clip.create_model(
+        setting.model, precision=arguments.precision, device=setting.device, output_dict=True
+    )
     model.set_grad_checkpointing(setting.recomputed)
     image_input = ImageInput()
     ready = [

@@ -12,7 +12,7 @@ pytest.importorskip("resvg_py", reason="needs the extra [demo]")
 from prepare import load_concepts, write_data
 
 ROOT = Path(__file__).parents[2]
-STEPS, GLOBAL_BATCH = 20, 128
+STEPS, GLOBAL_BATCH = 20, 256
 # Those of the first 20 steps of the whole run, whose warm-up is of 200 steps to 3e-3.
 RATES = ["--warmup", "20", "--lr", "3e-4"]
 ENGINES = {
