@@ -3,7 +3,8 @@
     python scripts/bench/all.py --peer-python .peer/python --out docs/benchmarks [--quick] [--repeats N]
 
 Writes DATE.md and DATE.json: machine, versions, commands, medians and spreads, whatever came out. They are
-written anew after each benchmark, so that a run that is stopped leaves what it measured.
+written anew after each benchmark, so that a run that is stopped leaves what it measured. With --quick, which
+is to see that all of it works, two benchmarks run at a time and disturb each other's figures.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import shlex
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
 NOT_BENCHMARKS = ("all", "report", "shards")
+LONGEST = ("train", "loader", "fsdp_memory")
 WITH_PEER = ("loader", "train")
 """Those whose peer is open_clip's trainer, which wants an older webdataset than we do."""
 WITH_PLOT = ("growth",)
@@ -28,8 +31,9 @@ WITH_PLOT = ("growth",)
 
 
 def names() -> list[str]:
-    """The benchmarks."""
-    return sorted(path.stem for path in HERE.glob("*.py") if path.stem not in NOT_BENCHMARKS)
+    """The benchmarks, the longest first."""
+    rest = {path.stem for path in HERE.glob("*.py")} - {*NOT_BENCHMARKS, *LONGEST}
+    return [*LONGEST, *sorted(rest)]
 
 
 def run(script: Path, options: argparse.Namespace, plot: Path) -> dict[str, Any]:
@@ -39,7 +43,8 @@ def run(script: Path, options: argparse.Namespace, plot: Path) -> dict[str, Any]
     words += ["--repeats", str(options.repeats)] if options.repeats else []
     words += ["--peer-python", options.peer_python] if script.stem in WITH_PEER else []
     words += ["--plot", str(plot)] if script.stem in WITH_PLOT else []
-    print(shlex.join(["python", *words]), flush=True)
+    command = shlex.join(["python", *words])
+    print(command, flush=True)
     began = time.perf_counter()
     done = subprocess.run([sys.executable, *words], stdout=subprocess.PIPE, text=True, check=False)
     minutes = round((time.perf_counter() - began) / 60, 1)
@@ -51,7 +56,7 @@ def run(script: Path, options: argparse.Namespace, plot: Path) -> dict[str, Any]
             "minutes": minutes,
             "rows": [],
         }
-    print("\n".join(lines[:-1]), flush=True)
+    print("\n".join([command, *lines[:-1]]), flush=True)
     drawn = {"plot": plot.name} if plot.exists() and script.stem in WITH_PLOT else {}
     return {**json.loads(lines[-1]), "minutes": minutes, **drawn}
 
@@ -101,8 +106,12 @@ def main() -> int:
     day = date.today().isoformat()
     chosen.out.mkdir(parents=True, exist_ok=True)
     reports: list[dict[str, Any]] = []
-    for name in chosen.only:
-        reports.append(run(HERE / f"{name}.py", chosen, chosen.out / f"{day}-{name}.png"))
+    pool = ThreadPoolExecutor(2 if chosen.quick else 1)
+    for done in as_completed(
+        pool.submit(run, HERE / f"{name}.py", chosen, chosen.out / f"{day}-{name}.png")
+        for name in chosen.only
+    ):
+        reports = sorted([*reports, done.result()], key=lambda report: chosen.only.index(report["bench"]))
         (chosen.out / f"{day}.md").write_text(page(reports, day), encoding="utf-8")
         (chosen.out / f"{day}.json").write_text(json.dumps(reports, indent=1) + "\n", encoding="utf-8")
     print(f"written: {chosen.out / day}.md and .json")

@@ -20,8 +20,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from report import compared, in_turns, parser, show
+from report import compared, in_ranks, in_turns, parser, show
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 from shardclip.models.factory import ModelSpec, build, build_meta
@@ -87,7 +86,7 @@ def measure(rank: int, folder: str, repeats: int, quick: bool) -> None:
             torch.save({"epoch": 1, "name": "peer", "state_dict": model, "optimizer": optimizer}, peer_file)
         dist.barrier()
 
-    figures = in_turns(ours, lambda: slowest(gather_and_save), repeats)
+    figures = in_turns(ours, lambda: slowest(gather_and_save), repeats=repeats)
     checkpoints.close()
     if rank == 0:
         parameters = sum(p.numel() for p in state.model.parameters())
@@ -101,7 +100,7 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     folder = tempfile.mkdtemp(prefix="bench-checkpoint-")
     try:
-        mp.spawn(measure, (folder, options.repeats, options.quick), nprocs=RANKS)
+        in_ranks(measure, RANKS, folder, options.repeats, options.quick)
         found = torch.load(f"{folder}/figures.pt")
     finally:
         shutil.rmtree(folder)

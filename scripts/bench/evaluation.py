@@ -22,8 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
-from report import compared, in_turns, parser, show
+from report import compared, in_ranks, in_turns, parser, show
 from torch import Tensor
 
 from shardclip.models import factory
@@ -138,7 +137,7 @@ def work(rank: int, rendezvous: str, flags: argparse.Namespace) -> None:
     _mend_accuracy()
     for which in ("ours", "peer"):
         job.seconds(which)
-    ours, peer = in_turns(lambda: job.seconds("ours"), lambda: job.seconds("peer"), flags.repeats)
+    ours, peer = in_turns(lambda: job.seconds("ours"), lambda: job.seconds("peer"), repeats=flags.repeats)
     if rank == 0:
         if abs(job.top1["ours"] - job.top1["peer"]) > 1.5 / flags.pictures:
             raise RuntimeError(f"the two ways do not agree: top-1 {job.top1}")
@@ -168,7 +167,7 @@ def main() -> None:
     if flags.quick:
         flags.classes, flags.pictures = 100, 200
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(work, (str(Path(folder, "rendezvous")), flags), nprocs=RANKS)
+        in_ranks(work, RANKS, str(Path(folder, "rendezvous")), flags)
 
 
 if __name__ == "__main__":

@@ -23,8 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from report import Row, compared, in_turns, parser, show
+from report import Row, compared, in_ranks, in_turns, parser, show
 from torch import Tensor
 
 from shardclip.models.factory import ModelSpec, build, build_meta
@@ -113,7 +112,7 @@ def run(engine: str, ranks: int, quick: bool) -> dict[str, Any]:
     """State and peak in bytes, of the process with most, and the number of parameters."""
     folder = tempfile.mkdtemp(prefix="bench-memory-")
     try:
-        mp.spawn(measure, (ranks, engine, quick, folder), nprocs=ranks)
+        in_ranks(measure, ranks, ranks, engine, quick, folder)
         return torch.load(f"{folder}/found")
     finally:
         shutil.rmtree(folder)
@@ -134,7 +133,7 @@ def main() -> None:
     ours, peer = in_turns(
         lambda: run("fsdp", 4, options.quick)["peak"] / 1e6,
         lambda: run("ddp", 4, options.quick)["peak"] / 1e6,
-        options.repeats,
+        repeats=options.repeats,
     )
     rows.append(compared("rss_over_ddp", "MB", ours, peer, reach=0.5))
     show(

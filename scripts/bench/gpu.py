@@ -243,7 +243,7 @@ def rows_of(model: str, shards: str, chosen: argparse.Namespace) -> tuple[list[R
     found = in_turns(
         partial(in_child, ours, settings[0], chosen.steps),
         partial(in_child, peer, settings[1], chosen.steps),
-        chosen.repeats,
+        repeats=chosen.repeats,
     )
     fed = [in_child(ours, settings[0], chosen.steps, shards).rate for _ in range(chosen.repeats)]
     mfu = [one.mfu for one in found[0] if one.mfu is not None]

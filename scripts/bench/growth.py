@@ -19,7 +19,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
 
 import loader
 import loss
@@ -126,7 +125,7 @@ def resume_curve(folder: Path, quick: bool) -> Curve:
     data = loader.make_many(folder, quick)
     loader.resume_seconds(data, 0.5)  # makes the index, which is not what is compared
     shares = (0.1, 0.5, 0.9)
-    seconds = [median(loader.resume_seconds(data, share) for _ in range(3)) for share in shares]
+    seconds = [loader.resume_seconds(data, share) for share in shares]
     return like_the_first("resume", "share of the epoch", "s", shares, seconds)
 
 

@@ -3,15 +3,17 @@
     python scripts/bench/loader.py --peer-python /path/to/venv/bin/python --json
 
 Both read the same generated JPEG shards (1/f pictures, quality 85, about 2 to 3 bits a pixel) with the same
-crop, batch and tokenizer, in processes of their own, in turns. The peer is `open_clip_train.data.get_data`
-as installed in the interpreter of --peer-python (it needs webdataset <= 0.2.86). Counted is the CPU time of
-the reading processes and of the one that takes their batches, from a warm state to as many batches later. The
-peer's batches are normalised float32; ours are uint8, which the training step normalises on the device.
+crop, batch and tokenizer, in turns. The peer is `open_clip_train.data.get_data` as installed in the
+interpreter of --peer-python (it needs webdataset <= 0.2.86). Each measurement is a fork of a process that has
+imported its loader. Counted is the CPU time of the reading processes and of the one that takes their batches,
+from a warm state to as many batches later. The peer's batches are normalised float32; ours are uint8, which
+the training step normalises on the device.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import io
 import json
 import os
@@ -23,7 +25,9 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -137,15 +141,51 @@ def measure(who: str, data: str, batch: int, workers: int, batches: int) -> dict
     }
 
 
-def measured_in(python: str, who: str, *numbers: object) -> dict[str, float]:
-    """`measure` in a new process of an interpreter."""
-    command = [python, "-W", "ignore", __file__, "--measure", who, *map(str, numbers)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
-    )
-    if done.returncode:
-        raise RuntimeError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "no output")
-    return json.loads(done.stdout.splitlines()[-1])
+class Side:
+    """An interpreter that has imported one of the loaders and measures it."""
+
+    def __init__(self, python: str, who: str) -> None:
+        self._process = subprocess.Popen(
+            [python, "-W", "ignore", __file__, "--serve", who],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+    def __call__(self, *numbers: object) -> dict[str, float]:
+        """`measure` there.
+
+        Raises:
+            RuntimeError: the loader failed; its process has said why.
+        """
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            print(json.dumps([str(number) for number in numbers]), file=self._process.stdin, flush=True)
+            answer = self._process.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        if not answer.strip():
+            raise RuntimeError(f"{self._process.args[0]} gave no figures")  # type: ignore[index]
+        return json.loads(answer)
+
+    def close(self) -> None:
+        """End the interpreter."""
+        self._process.communicate()
+
+
+def serve(who: str) -> None:
+    """Measure one loader in a fork of this process for each line of the input; the answers are lines, too."""
+    importlib.import_module({"ours": "shardclip.training.data.loader", "peer": "open_clip_train.data"}[who])
+    for line in sys.stdin:
+        if pid := os.fork():
+            if os.waitpid(pid, 0)[1]:
+                print(flush=True)  # it failed: an answer without figures
+            continue
+        data, *numbers = json.loads(line)
+        print(json.dumps(measure(who, data, *map(int, numbers))), flush=True)
+        os._exit(0)  # workers of endless loaders need not be waited for
 
 
 def pixel_difference(folder: Path) -> Row:
@@ -174,7 +214,11 @@ def pixel_difference(folder: Path) -> Row:
 
 
 def resume_seconds(data: str, share: float) -> float:
-    """From opening the loader to its first batch, resuming at a share of the epoch."""
+    """From opening the loader to its first batch, resuming at a share of the epoch: the median of three."""
+    return median(_resume_seconds(data, share) for _ in range(3))
+
+
+def _resume_seconds(data: str, share: float) -> float:
     from torch import zeros
 
     from shardclip.training.data.config import DataConfig
@@ -202,7 +246,7 @@ def resume_seconds(data: str, share: float) -> float:
     return time.perf_counter() - start
 
 
-def loader_rows(folder: Path, options: argparse.Namespace) -> list[Row]:
+def loader_rows(folder: Path, options: argparse.Namespace, ours_in: Side, peer_in: Side) -> list[Row]:
     """The rows that compare both loaders."""
     found: list[Row] = []
     batches = 2 if options.quick else 8
@@ -210,10 +254,8 @@ def loader_rows(folder: Path, options: argparse.Namespace) -> list[Row]:
         for workers in (1, 2) if name == "512" else (1,):
             numbers = (folder / name, options.batch_size, workers, batches)
             try:
-                ours, peer = in_turns(  # type: ignore[type-var]
-                    lambda n=numbers: measured_in(sys.executable, "ours", *n),  # type: ignore[misc]
-                    lambda n=numbers: measured_in(options.peer_python, "peer", *n),  # type: ignore[misc]
-                    options.repeats,
+                ours, peer = in_turns(
+                    partial(ours_in, *numbers), partial(peer_in, *numbers), repeats=options.repeats
                 )
                 reason = None
             except RuntimeError as error:
@@ -243,22 +285,24 @@ def loader_rows(folder: Path, options: argparse.Namespace) -> list[Row]:
 
 def main() -> None:
     """Measure and print."""
-    if sys.argv[1:2] == ["--measure"]:
-        who, data, *numbers = sys.argv[2:]
-        print(json.dumps(measure(who, data, *map(int, numbers))), flush=True)
-        os._exit(0)  # workers of endless loaders need not be waited for
+    if sys.argv[1:2] == ["--serve"]:
+        return serve(sys.argv[2])
     options = parser(__doc__)
-    options.add_argument("--batch-size", type=int, default=64)
+    options.add_argument("--batch-size", type=int, help="default 64; 32 when quick")
     options.add_argument("--peer-python", default=sys.executable, help="interpreter with the peer installed")
     chosen = options.parse_args()
+    chosen.batch_size = chosen.batch_size or (32 if chosen.quick else 64)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_data(folder, chosen.quick)
-        rows = loader_rows(folder, chosen)
+        sides = Side(sys.executable, "ours"), Side(chosen.peer_python, "peer")
+        rows = loader_rows(folder, chosen, *sides)
+        for side in sides:
+            side.close()
         many = make_many(folder, chosen.quick)
         resume_seconds(many, 0.5)  # makes the index, which is not what is compared
         late, early = in_turns(
-            lambda: resume_seconds(many, 0.9), lambda: resume_seconds(many, 0.1), chosen.repeats
+            lambda: resume_seconds(many, 0.9), lambda: resume_seconds(many, 0.1), repeats=chosen.repeats
         )
         rows.append(compared("resume_90_over_10", "s", late, early, reach=1.5))
         rows.append(pixel_difference(folder))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import platform
 import shlex
@@ -20,13 +21,18 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from rich.console import Console
 from rich.table import Table
+
+# The processes of a measurement are forked from a server that has these: a start costs nothing.
+multiprocessing.set_forkserver_preload(["torch", "open_clip", "shardclip.training.loop"])
+
+
+Measured = TypeVar("Measured")
 
 
 @dataclass(frozen=True)
@@ -48,14 +54,12 @@ class Row:
     """Why there is no figure."""
 
 
-def in_turns(
-    ours: Callable[[], float], peer: Callable[[], float], repeats: int
-) -> tuple[list[float], list[float]]:
-    """Measure both `repeats` times, one after the other, and the other one first every second time."""
-    found: tuple[list[float], list[float]] = ([], [])
+def in_turns(*measures: Callable[[], Measured], repeats: int) -> tuple[list[Measured], ...]:
+    """Measure each `repeats` times, one after the other, in the opposite order every second time."""
+    found: tuple[list[Measured], ...] = tuple([] for _ in measures)
     for turn in range(repeats):
-        for which in (0, 1) if turn % 2 == 0 else (1, 0):
-            found[which].append((ours, peer)[which]())
+        for one, measure in list(zip(found, measures, strict=True))[:: 1 if turn % 2 == 0 else -1]:
+            one.append(measure())
     return found
 
 
@@ -77,8 +81,16 @@ def compared(
 
 def in_child(function: Callable[..., Any], *args: Any) -> Any:
     """`function(*args)` in a new process (for figures that belong to a process, such as peak memory)."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("forkserver")) as pool:
         return pool.submit(function, *args).result()
+
+
+def in_ranks(function: Callable[..., None], ranks: int, *args: Any) -> None:
+    """`function(rank, *args)` in as many new processes; an exception in one ends all and is raised here."""
+    # An import that not every benchmark can afford: train.py's own process should stay small.
+    from torch.multiprocessing import start_processes
+
+    start_processes(function, args, nprocs=ranks, start_method="forkserver")
 
 
 def parser(description: str | None, repeats: int = 5) -> argparse.ArgumentParser:

@@ -220,7 +220,9 @@ def against_peer(folder: Path, chosen: argparse.Namespace) -> tuple[list[Row], d
             wanted["time_to_first_step"] = ("s", "lower", 1.0)
         try:
             runs = in_turns(
-                partial(ours, folder, case), partial(peer, folder, case, chosen.peer_python), chosen.repeats
+                partial(ours, folder, case),
+                partial(peer, folder, case, chosen.peer_python),
+                repeats=chosen.repeats,
             )
         except RuntimeError as error:
             found |= {
@@ -242,7 +244,9 @@ def bare_towers(folder: Path, chosen: argparse.Namespace) -> Row:
     _, case = cases(chosen.quick)
     try:
         whole, bare = in_turns(
-            lambda: ours(folder, case).step, lambda: in_child(towers_seconds, folder, case), chosen.repeats
+            lambda: ours(folder, case).step,
+            lambda: in_child(towers_seconds, folder, case),
+            repeats=chosen.repeats,
         )
     except RuntimeError as error:
         return Row("of_bare_towers", "samples/s", "higher", 0.95, reason=str(error))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +39,37 @@ class Places(NamedTuple):
         """Memory that it takes."""
         return self.keys.nbytes + sum(column.nbytes for both in self.roles.values() for column in both)
 
+    def of(self, samples: NDArray[np.int64]) -> Places:
+        """What is kept of some samples."""
+        roles = {role: (offset[samples], size[samples]) for role, (offset, size) in self.roles.items()}
+        return Places(self.keys[samples], roles)
+
+
+class Members(Sequence[Member]):
+    """Members that are made when they are asked for: most of a stream's first block may never be."""
+
+    def __init__(self, shard: int, places: Places) -> None:
+        self._shard = shard
+        self._places = places
+
+    def __len__(self) -> int:
+        return len(self._places.keys)
+
+    @overload
+    def __getitem__(self, row: int) -> Member: ...
+    @overload
+    def __getitem__(self, row: slice) -> Sequence[Member]: ...
+    def __getitem__(self, row: int | slice) -> Member | Sequence[Member]:
+        """One member, or those of a slice."""
+        if isinstance(row, slice):
+            return [self[one] for one in range(*row.indices(len(self)))]
+        places = tuple(
+            (role, int(offset[row]), int(size[row]))
+            for role, (offset, size) in self._places.roles.items()
+            if offset[row] >= 0
+        )
+        return Member(self._shard, self._places.keys[row].decode(), places)
+
 
 class TarSource:
     """The samples of tar files, local or in a store that serves ranges. Only wanted members are read."""
@@ -62,25 +94,15 @@ class TarSource:
         """The path of a shard."""
         return self.shards[shard]
 
-    def locate(self, shard: int, samples: NDArray[np.int64]) -> list[object]:
-        """The `Member`s of these samples; of a shard that has vanished, members without a place."""
+    def locate(self, shard: int, samples: NDArray[np.int64]) -> Sequence[Member]:
+        """The members of these samples; of a shard that has vanished, members without a place."""
         try:
             places = self._places_of(shard)
         except OSError:
             return [Member(shard, f"sample {number}", None) for number in samples]
         if len(places.keys) <= samples.max(initial=-1):
             return [Member(shard, f"sample {number}", None) for number in samples]
-        columns = [
-            (role, *(column[samples].tolist() for column in both)) for role, both in places.roles.items()
-        ]
-        return [
-            Member(
-                shard,
-                key.decode(),
-                tuple((role, offset[row], size[row]) for role, offset, size in columns if offset[row] >= 0),
-            )
-            for row, key in enumerate(places.keys[samples].tolist())
-        ]
+        return Members(shard, places.of(samples))
 
     def fetch(self, entry: object) -> RawSample:
         """Read a sample's wanted members."""
