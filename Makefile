@@ -20,7 +20,7 @@ ENGINE_FLAGS_fsdp = --nproc 2 --fsdp --fsdp-no-reshard-after-forward
 QUICK ?=
 PEER = .peer
 
-.PHONY: venv data train test test-all soak test-slurm lint bench
+.PHONY: venv data train test test-all test-webdataset soak test-slurm lint bench
 
 venv: $(VENV)
 
@@ -43,8 +43,12 @@ train: $(VENV) $(DATA)/.prepared
 test: $(VENV)
 	$(PYTEST) -m 'not long and not gpu and not slurm'
 
-test-all: test
+test-all: test test-webdataset
 	$(PYTEST) -m 'long and not gpu and not slurm'
+
+# What reads by webdataset, with the oldest release that is allowed.
+test-webdataset: $(PEER)/python
+	$(PEER)/python -m pytest tests/data/test_remote.py
 
 # Fifty kills at random moments of a save.
 soak: $(VENV)
