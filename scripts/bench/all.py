@@ -3,8 +3,9 @@
     python scripts/bench/all.py --peer-python .peer/python --out docs/benchmarks [--quick] [--repeats N]
 
 Writes DATE.md and DATE.json: machine, versions, commands, medians and spreads, whatever came out. They are
-written anew after each benchmark, so that a run that is stopped leaves what it measured. With --quick, which
-is to see that all of it works, two benchmarks run at a time and disturb each other's figures.
+written anew after each benchmark, so that a run that is stopped leaves what it measured; what the same day has
+of others stays. With --quick, which is to see that all of it works, two benchmarks run at a time and disturb
+each other's figures.
 """
 
 from __future__ import annotations
@@ -105,17 +106,19 @@ def main() -> int:
     chosen = options.parse_args()
     day = date.today().isoformat()
     chosen.out.mkdir(parents=True, exist_ok=True)
-    reports: list[dict[str, Any]] = []
+    written = chosen.out / f"{day}.json"
+    kept = {report["bench"]: report for report in json.loads(written.read_text())} if written.exists() else {}
     pool = ThreadPoolExecutor(2 if chosen.quick else 1)
     for done in as_completed(
         pool.submit(run, HERE / f"{name}.py", chosen, chosen.out / f"{day}-{name}.png")
         for name in chosen.only
     ):
-        reports = sorted([*reports, done.result()], key=lambda report: chosen.only.index(report["bench"]))
+        kept[done.result()["bench"]] = done.result()
+        reports = [kept[name] for name in names() if name in kept]
         (chosen.out / f"{day}.md").write_text(page(reports, day), encoding="utf-8")
-        (chosen.out / f"{day}.json").write_text(json.dumps(reports, indent=1) + "\n", encoding="utf-8")
+        written.write_text(json.dumps(reports, indent=1) + "\n", encoding="utf-8")
     print(f"written: {chosen.out / day}.md and .json")
-    return int(any("failed" in report for report in reports))
+    return int(any("failed" in kept[name] for name in chosen.only))
 
 
 if __name__ == "__main__":

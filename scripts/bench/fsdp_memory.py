@@ -120,7 +120,7 @@ def run(engine: str, ranks: int, quick: bool) -> dict[str, Any]:
 
 def main() -> None:
     """Measure and print."""
-    options = parser(__doc__, repeats=3).parse_args()
+    options = parser(__doc__, repeats=1).parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     rows: list[Row] = []
     parameters = 0

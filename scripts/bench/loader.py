@@ -19,6 +19,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -184,8 +185,13 @@ def serve(who: str) -> None:
                 print(flush=True)  # it failed: an answer without figures
             continue
         data, *numbers = json.loads(line)
-        print(json.dumps(measure(who, data, *map(int, numbers))), flush=True)
-        os._exit(0)  # workers of endless loaders need not be waited for
+        figures = measure(who, data, *map(int, numbers))
+        # The workers of endless loaders would finish the batches that they have begun, beside the next one.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's own takes their death for a fault
+        for worker in children():
+            os.kill(worker, signal.SIGKILL)
+        print(json.dumps(figures), flush=True)
+        os._exit(0)
 
 
 def pixel_difference(folder: Path) -> Row:

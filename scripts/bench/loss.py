@@ -161,7 +161,7 @@ def sent_bytes(which: str, sizes: Sizes) -> float:
 
 
 def main() -> None:
-    options = parser(__doc__)
+    options = parser(__doc__, repeats=3)
     options.add_argument("--global-batch", type=int, default=32_768)
     options.add_argument("--local-batch", type=int, default=4_096)
     options.add_argument("--width", type=int, default=512)
