@@ -3,9 +3,9 @@
     python scripts/bench/all.py --peer-python .peer/python --out docs/benchmarks [--quick] [--repeats N]
 
 Writes DATE.md and DATE.json: machine, versions, commands, medians and spreads, whatever came out. They are
-written anew after each benchmark, so that a run that is stopped leaves what it measured; what the same day has
-of others stays. With --quick, which is to see that all of it works, two benchmarks run at a time and disturb
-each other's figures.
+written anew after each benchmark, so that a run that is stopped leaves what it measured; what the same day
+has of others stays. With --quick, which is to see that all of it works, two benchmarks run at a time and
+disturb each other's figures.
 """
 
 from __future__ import annotations
