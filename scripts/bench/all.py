@@ -25,6 +25,7 @@ from typing import Any
 HERE = Path(__file__).parent
 NOT_BENCHMARKS = ("all", "report", "shards")
 LONGEST = ("train", "loader", "fsdp_memory")
+"""Those that are begun first, so that of two at a time none is left running alone for long."""
 WITH_PEER = ("loader", "train")
 """Those whose peer is open_clip's trainer, which wants an older webdataset than we do."""
 WITH_PLOT = ("growth",)

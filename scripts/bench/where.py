@@ -1,12 +1,13 @@
-"""Where a training step's time goes, by kind of operation, and a sample's in the loader, by stage.
+"""Where the time goes: of a training step, of a sample in the loader, of decoding a picture.
 
     python scripts/bench/where.py [--json] [--quick] [--repeats N]
 
 The step is that of `shardclip train` on one process with one thread, on batches that lie ready (the model of
 `model_limited` in train.py), under torch's profiler: the time of its operators without that of those they
 call. `step_python` is what is left of the step. The loader is read by the process itself, with pictures of
-512x384; decoding and tokenising are timed apart on the same samples, `sample_rest` is what is left. Every
-row is a part over its whole: the ratio is its share.
+512x384; decoding and tokenising are timed apart on the same samples, `sample_rest` is what is left. A picture
+of 1024x768 is decoded at half its size: `picture_codes` is what decoding at an eighth takes, hardly more than
+its Huffman codes, which every scale has to read. Every row is a part over its whole: the ratio is its share.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ import tarfile
 import tempfile
 import time
 from collections import Counter
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 
+import numpy as np
 import torch
 from report import Row, compared, in_child, parser, show
+from shards import photograph
 from train import Case, cases, common_flags, data_of, make_data
 
 from shardclip.models import factory
@@ -28,9 +31,10 @@ from shardclip.models.factory import ModelSpec
 from shardclip.training import config as configuration
 from shardclip.training import distributed
 from shardclip.training.config import TrainConfig
-from shardclip.training.data.decode import training_decoder
+from shardclip.training.data.decode import JpegFile, resize, training_decoder
 from shardclip.training.data.image_input import ImageInput
 from shardclip.training.data.loader import train_loader
+from shardclip.training.data.workers import keep_freed_memory
 from shardclip.training.start import start_run
 
 KINDS = {
@@ -123,6 +127,29 @@ def sample_parts(folder: Path, case: Case) -> dict[str, float]:
     return {"decode": decoding, "tokenise": tokenising, "rest": rest, "whole": whole}
 
 
+def picture_parts(folder: Path, case: Case) -> dict[str, float]:
+    """CPU seconds of decoding a picture of 1024x768: its codes, its pixels, resizing, and the `whole`."""
+    torch.set_num_threads(1)
+    keep_freed_memory()  # as a worker does
+    chance = np.random.default_rng(0)
+    pictures = [photograph((768, 1024), chance) for _ in range(8)] * case.steps
+    files = [file for picture in pictures if (file := JpegFile.read(picture, 10**9)) is not None]
+    half = files[0].pixels(2)
+    marks = [time.process_time()]
+    for file in files:
+        file.pixels(8)
+    marks.append(time.process_time())
+    for file in files:
+        file.pixels(2)
+    marks.append(time.process_time())
+    for _ in files:
+        resize(half, (224, 224))
+    marks.append(time.process_time())
+    codes, decoding, resizing = ((after - before) / len(files) for before, after in pairwise(marks))
+    whole = decoding + resizing
+    return {"codes": codes, "pixels": max(decoding - codes, 0.0), "resize": resizing, "whole": whole}
+
+
 def shares(prefix: str, measured: list[dict[str, float]], unit: str) -> list[Row]:
     """A row for each part, the largest first."""
     whole = [found["whole"] for found in measured]
@@ -145,6 +172,7 @@ def main() -> None:
         for prefix, measure, case in (
             ("step", step_parts, model_limited),
             ("sample", sample_parts, decode_limited),
+            ("picture", picture_parts, decode_limited),
         ):
             measured = [in_child(measure, folder, case) for _ in range(chosen.repeats)]
             rows += shares(prefix, measured, "s")
