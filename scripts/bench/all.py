@@ -45,8 +45,7 @@ def run(script: Path, options: argparse.Namespace, plot: Path) -> dict[str, Any]
     words += ["--repeats", str(options.repeats)] if options.repeats else []
     words += ["--peer-python", options.peer_python] if script.stem in WITH_PEER else []
     words += ["--plot", str(plot)] if script.stem in WITH_PLOT else []
-    command = shlex.join(["python", *words])
-    print(command, flush=True)
+    print(shlex.join(["python", *words]), flush=True)
     began = time.perf_counter()
     done = subprocess.run([sys.executable, *words], stdout=subprocess.PIPE, text=True, check=False)
     minutes = round((time.perf_counter() - began) / 60, 1)
@@ -58,7 +57,7 @@ def run(script: Path, options: argparse.Namespace, plot: Path) -> dict[str, Any]
             "minutes": minutes,
             "rows": [],
         }
-    print("\n".join([command, *lines[:-1]]), flush=True)
+    print("\n".join(lines[:-1]), flush=True)
     drawn = {"plot": plot.name} if plot.exists() and script.stem in WITH_PLOT else {}
     return {**json.loads(lines[-1]), "minutes": minutes, **drawn}
 

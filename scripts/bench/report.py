@@ -54,12 +54,14 @@ class Row:
     """Why there is no figure."""
 
 
-def in_turns(*measures: Callable[[], Measured], repeats: int) -> tuple[list[Measured], ...]:
-    """Measure each `repeats` times, one after the other, in the opposite order every second time."""
-    found: tuple[list[Measured], ...] = tuple([] for _ in measures)
+def in_turns(
+    ours: Callable[[], Measured], peer: Callable[[], Measured], repeats: int
+) -> tuple[list[Measured], list[Measured]]:
+    """Measure both `repeats` times, one after the other, and the other one first every second time."""
+    found: tuple[list[Measured], list[Measured]] = ([], [])
     for turn in range(repeats):
-        for one, measure in list(zip(found, measures, strict=True))[:: 1 if turn % 2 == 0 else -1]:
-            one.append(measure())
+        for which in (0, 1) if turn % 2 == 0 else (1, 0):
+            found[which].append((ours, peer)[which]())
     return found
 
 

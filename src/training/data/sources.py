@@ -6,7 +6,6 @@ import glob
 import logging
 import os
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -50,8 +49,8 @@ class Source(Protocol):
     def shard_name(self, shard: int) -> str:
         """How messages call a shard."""
 
-    def locate(self, shard: int, samples: NDArray[np.int64]) -> Sequence[object]:
-        """What `fetch` needs to know of each of these samples of a shard; small, and made once a block."""
+    def locate(self, shard: int, samples: NDArray[np.int64]) -> list[object]:
+        """What `fetch` needs to know of these samples of a shard; small, and made once a block."""
 
     def fetch(self, entry: object) -> RawSample:
         """Read one sample. What cannot be read is a `problem`, not an exception."""

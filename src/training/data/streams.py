@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -16,8 +16,8 @@ from shardclip.training.data.sources import RawSample, Source
 Integers = NDArray[np.int64]
 
 
-Located = tuple[Source, int, Sequence[object], int, bool]
-"""(source, shard, what the source located there, the sample's place in it, whether it was met before)."""
+Located = tuple[Source, int, object, bool]
+"""(source, shard, what the source's `fetch` needs, whether it was met before)."""
 
 
 class Stream(Protocol):
@@ -142,12 +142,10 @@ class SeekingData:
         found: list[Located | None] = [None] * (stop - start)
         for (number, shard), parts in pieces.items():
             source_ = self.sources[number]
-            located = source_.locate(shard, np.concatenate([numbers for _, numbers, _ in parts]))
-            row = 0
+            located = iter(source_.locate(shard, np.concatenate([numbers for _, numbers, _ in parts])))
             for place, numbers, again in parts:
                 for offset in range(len(numbers)):
-                    found[place + offset] = (source_, shard, located, row + offset, again)
-                row += len(numbers)
+                    found[place + offset] = (source_, shard, next(located), again)
         return [entry for entry in found if entry is not None]
 
 
@@ -181,9 +179,9 @@ class SeekingStream:
         block, within = divmod(at.taken, BLOCK)
         if self._block != (at.epoch, block):
             self._load_block(block, start, stop)
-        source, shard, located, row, again = self._entries[within]
+        source, shard, entry, again = self._entries[within]
         self._reading(source.shard_name(shard))
-        raw = source.fetch(located[row])
+        raw = source.fetch(entry)
         raw.again = again
         self._at = replace(at, taken=at.taken + 1, place=at.place + 1)
         return raw, at.place

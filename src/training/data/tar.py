@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,15 +16,6 @@ from shardclip.training.data.sources import RawSample
 
 CACHED_BYTES = 32 * 2**20
 """Bytes of shard indexes that a reading process keeps."""
-
-
-class Member(NamedTuple):
-    """One sample of a shard: its key and, by role, where its members lie."""
-
-    shard: int
-    key: str
-    places: tuple[tuple[str, int, int], ...] | None
-    """(role, offset, bytes) of each wanted member that the sample has; None if the shard is not there now."""
 
 
 class Places(NamedTuple):
@@ -45,30 +35,14 @@ class Places(NamedTuple):
         return Places(self.keys[samples], roles)
 
 
-class Members(Sequence[Member]):
-    """Members that are made when they are asked for: most of a stream's first block may never be."""
+class Entry(NamedTuple):
+    """One sample of a shard. Cheap: most of those of a stream's first block may never be read."""
 
-    def __init__(self, shard: int, places: Places) -> None:
-        self._shard = shard
-        self._places = places
-
-    def __len__(self) -> int:
-        return len(self._places.keys)
-
-    @overload
-    def __getitem__(self, row: int) -> Member: ...
-    @overload
-    def __getitem__(self, row: slice) -> Sequence[Member]: ...
-    def __getitem__(self, row: int | slice) -> Member | Sequence[Member]:
-        """One member, or those of a slice."""
-        if isinstance(row, slice):
-            return [self[one] for one in range(*row.indices(len(self)))]
-        places = tuple(
-            (role, int(offset[row]), int(size[row]))
-            for role, (offset, size) in self._places.roles.items()
-            if offset[row] >= 0
-        )
-        return Member(self._shard, self._places.keys[row].decode(), places)
+    shard: int
+    row: int
+    """Its place in `places`; its number in the shard if there are none."""
+    places: Places | None
+    """Those of the samples that were located with it; None if the shard is not there now."""
 
 
 class TarSource:
@@ -94,25 +68,31 @@ class TarSource:
         """The path of a shard."""
         return self.shards[shard]
 
-    def locate(self, shard: int, samples: NDArray[np.int64]) -> Sequence[Member]:
-        """The members of these samples; of a shard that has vanished, members without a place."""
+    def locate(self, shard: int, samples: NDArray[np.int64]) -> list[object]:
+        """The entries of these samples; of a shard that has vanished, entries without a place."""
         try:
             places = self._places_of(shard)
         except OSError:
-            return [Member(shard, f"sample {number}", None) for number in samples]
+            return [Entry(shard, int(number), None) for number in samples]
         if len(places.keys) <= samples.max(initial=-1):
-            return [Member(shard, f"sample {number}", None) for number in samples]
-        return Members(shard, places.of(samples))
+            return [Entry(shard, int(number), None) for number in samples]
+        located = places.of(samples)
+        return [Entry(shard, row, located) for row in range(len(samples))]
 
     def fetch(self, entry: object) -> RawSample:
         """Read a sample's wanted members."""
-        assert isinstance(entry, Member)
-        raw = RawSample(f"{os.path.basename(self.shards[entry.shard])}:{entry.key}")
+        assert isinstance(entry, Entry)
+        shard, row, places = entry
+        key = f"sample {row}" if places is None else places.keys[row].decode()
+        raw = RawSample(f"{os.path.basename(self.shards[shard])}:{key}")
         try:
-            if entry.places is None:
+            if places is None:
                 raise FileNotFoundError
-            for role, offset, size in entry.places:
-                content = self._pieces.read(self.shards[entry.shard], offset, size)
+            for role, (offsets, sizes) in places.roles.items():
+                offset, size = int(offsets[row]), int(sizes[row])
+                if offset < 0:
+                    continue
+                content = self._pieces.read(self.shards[shard], offset, size)
                 if len(content) < size:
                     raw.problem = "shard cut short"
                     break
