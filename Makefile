@@ -20,7 +20,7 @@ ENGINE_FLAGS_fsdp = --nproc 2 --fsdp --fsdp-no-reshard-after-forward
 QUICK ?=
 PEER = .peer
 
-.PHONY: venv data train test test-all test-webdataset soak test-slurm lint bench
+.PHONY: venv data train test test-all test-gpu test-webdataset soak test-slurm lint bench
 
 venv: $(VENV)
 
@@ -45,6 +45,9 @@ test: $(VENV)
 
 test-all: test test-webdataset
 	$(PYTEST) -m 'long and not gpu and not slurm'
+
+test-gpu: $(VENV)
+	$(BIN)/python -m pytest -m gpu
 
 # What reads by webdataset, with the oldest release that is allowed.
 test-webdataset: $(PEER)/python

@@ -49,10 +49,11 @@ def training_step(
     teacher: DualEncoder | None = None,
     vision: dict[str, Any] | None = None,
     batch_norm_over_ranks: bool | None = None,
+    device: torch.device | None = None,
     **parallel: Any,
 ) -> TrainingStep:
     """The step of the tiny model `kind` (see `tiny.spec`) under an engine; weights from seed 0."""
-    processes = current()
+    processes = current(device)
     spec = kind if isinstance(kind, ModelSpec) else tiny.spec(kind, **(vision or {}))
     shard = processes.world_size // 2 if engine == "hsdp" and processes.world_size > 2 else None
     settings = {"precision": "fp32", "fsdp_shard_size": shard, **parallel}
@@ -71,9 +72,17 @@ def training_step(
         processes,
         pixels=pixels,
         blank_text=tiny.blank_text(),
-        blank_image=torch.zeros(1, 3, 32, 32, dtype=torch.uint8),
+        blank_image=torch.zeros(1, 3, 32, 32, dtype=torch.uint8, device=processes.device),
         teacher=teacher,
     )
+
+
+def fused_adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """A fused AdamW; scale and bias in a group of their own, as in a run."""
+    shards = [p for p in parameters if isinstance(p, DTensor)]
+    others = [p for p in parameters if not isinstance(p, DTensor)]
+    groups = [{"params": group} for group in (shards, others) if group]
+    return torch.optim.AdamW(groups, lr=1e-3, fused=True)
 
 
 def whole(value: Tensor) -> Tensor:

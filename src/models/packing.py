@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardclip.models.padding import sees_padding
+from shardclip.models.transfer import sent
 
 _MULTIPLE = 8
 """Rows are multiples of this: attention kernels want aligned masks."""
@@ -35,11 +36,9 @@ class PackedTexts(NamedTuple):
     ends: Tensor
     """[T] where the end mark of each caption is among the R * W tokens."""
 
-    def to(self, device: torch.device, *, non_blocking: bool = False) -> PackedTexts:
-        """The same on `device`, as `Tensor.to`."""
-        # A copy from pageable memory would wait for all that the GPU has still to do.
-        source = [tensor.pin_memory() for tensor in self] if device.type == "cuda" else self
-        return PackedTexts(*(tensor.to(device, non_blocking=non_blocking) for tensor in source))
+    def to(self, device: torch.device) -> PackedTexts:
+        """The same on `device`; the host does not wait for the copy."""
+        return PackedTexts(*(sent(tensor, device) for tensor in self))
 
 
 @dataclass(frozen=True)

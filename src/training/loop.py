@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Collection
 from contextlib import nullcontext
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardclip.errors import UserError
 from shardclip.training import compilation
@@ -48,12 +48,21 @@ def train(config: TrainConfig, processes: Processes) -> int:
             run.loader.close()
 
 
+class _Queued(NamedTuple):
+    """A step that the device may not have finished yet."""
+
+    number: int
+    batch: Batch
+    result: StepResult
+
+
 class _Loop:
     """The run's clock and its appointments."""
 
     def __init__(self, run: Run, tracker: Tracker) -> None:
         self.run, self.tracker = run, tracker
         self.meter = Meter()
+        self.queued: _Queued | None = None
         self.skipped_in_a_row = 0
         self.left_out: Counter[str] = Counter()
         self.saved_at = time.monotonic()
@@ -84,6 +93,8 @@ class _Loop:
             with self.meter.timing("step"):
                 lr = run.schedule.apply(run.step.optimizer, self.progress["samples"])
                 result = run.step(batch, totals)
+                # The step before: a device had the time of this one's queueing to finish it.
+                self._settle()
             self._advance(batch, result)
             self._track(result, lr)
             stopping |= self._evaluate_if_due(totals.samples)
@@ -101,16 +112,23 @@ class _Loop:
         self.meter.samples += result.totals.samples
         self.meter.text_tokens += result.totals.text_tokens
         self.meter.steps += 1
+        self.queued = _Queued(self.progress["steps"], batch, result)
         if self.run.ema is not None and not result.skipped:
             self.run.ema.update()
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
-        if result.skipped:
-            self._report_skip(result)
 
-    def _report_skip(self, result: StepResult) -> None:
-        culprits = self.run.processes.all_gather_object(result.culprits)
+    def _settle(self) -> None:
+        """See whether the last step updated anything; every rank calls it at the same place."""
+        if self.queued is None:
+            return
+        step, self.queued = self.queued, None
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if step.result.skipped else 0
+        if step.result.skipped:
+            self._report_skip(step)
+
+    def _report_skip(self, step: _Queued) -> None:
+        culprits = self.run.processes.all_gather_object(self.run.step.culprits(step.batch))
         named = [f"rank {rank}: {', '.join(keys[:8])}" for rank, keys in enumerate(culprits) if keys]
-        text = f"step {self.progress['steps']}: the gradient is not finite, nothing was updated"
+        text = f"step {step.number}: the gradient is not finite, nothing was updated"
         self.tracker.warning(
             text + (f"; samples with features that are not finite: {'; '.join(named)}" if named else "")
         )
@@ -126,12 +144,13 @@ class _Loop:
         if not (self.tracker.wants(step) or step == self.run.length.steps):
             self.tracker.advance(samples)
             return
+        self._settle()
         metrics = {name: float(value) for name, value in result.losses.items()}
         metrics |= {
             "lr": lr,
             "logit_scale": float(result.logit_scale),
             "logit_scale_bound": math.exp(SCALE_BOUNDS[1]),
-            "grad_norm": result.gradient_norm,
+            "grad_norm": float(result.gradient_norm),
             "duplicate_rate": float(result.duplicate_rate),
             "peak_memory_bytes": float(peak_memory_bytes(self.run.processes.device)),
         }
@@ -190,6 +209,7 @@ class _Loop:
         run, samples, steps = self.run, self.progress["samples"], self.progress["steps"]
         if not tasks:
             return False
+        self._settle()
         self.progress["evaluating"] = sorted(tasks)
         run.processes.position.at("evaluate", steps)
         try:
@@ -233,6 +253,7 @@ class _Loop:
         return time.monotonic() - self.saved_at >= 60 * minutes
 
     def _save(self) -> None:
+        self._settle()
         run, own = self.run, self.progress["data"]
         run.processes.position.at("save", self.progress["steps"])
         if not run.config.parallel.use_bn_sync:

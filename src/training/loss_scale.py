@@ -2,35 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import torch
+from torch import Tensor
 
 
-@dataclass
 class LossScale:
     """The factor that keeps fp16 gradients above underflow; 1 and still for other precisions.
 
-    One factor and one decision for all ranks: they follow from the global gradient norm.
+    One factor and one decision for all ranks: they follow from the global gradient norm. Both stay on the
+    device, so that no step waits for the host to hear of the one before.
     """
 
-    value: float = 1.0
-    dynamic: bool = False
-    growth_interval: int = 2000
-    good_steps: int = 0
+    def __init__(
+        self, device: torch.device, start: float | None = None, *, growth_interval: int = 2000
+    ) -> None:
+        """Begin with `start`; None for a factor of 1 that stays."""
+        self.is_dynamic = start is not None
+        self.growth_interval = growth_interval
+        self.value = torch.tensor(1.0 if start is None else start, device=device)
+        """[] fp32."""
+        self.good_steps = torch.zeros((), dtype=torch.int64, device=device)
+        """[] int64: steps since the last change."""
 
-    def update(self, finite: bool) -> None:
-        """Halve after an overflow, double after `growth_interval` good steps."""
-        if not self.dynamic:
+    def update(self, finite: Tensor) -> None:
+        """Halve if not `finite` ([] bool): an overflow; double after `growth_interval` good steps."""
+        if not self.is_dynamic:
             return
-        self.good_steps = self.good_steps + 1 if finite else 0
-        if not finite:
-            self.value /= 2
-        elif self.good_steps == self.growth_interval:
-            self.value, self.good_steps = self.value * 2, 0
+        good_steps = torch.where(finite, self.good_steps + 1, 0)
+        grows = good_steps == self.growth_interval
+        self.value = torch.where(finite, torch.where(grows, self.value * 2, self.value), self.value / 2)
+        self.good_steps = torch.where(grows, 0, good_steps)
 
     def state_dict(self) -> dict[str, float]:
-        """Plain values for a checkpoint."""
-        return {"value": self.value, "good_steps": self.good_steps}
+        """Plain values for a checkpoint; waits for the device."""
+        return {"value": float(self.value), "good_steps": int(self.good_steps)}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Take over what `state_dict` gave."""
-        self.value, self.good_steps = state["value"], int(state["good_steps"])
+        self.value.fill_(state["value"])
+        self.good_steps.fill_(int(state["good_steps"]))

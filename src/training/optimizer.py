@@ -1,4 +1,4 @@
-"""The optimizer: which parameters decay, their groups, and the norm and clipping of their gradients.
+"""The optimizer: which parameters decay, their groups, and the norm of their gradients.
 
 The plan is made by name and shape on the plain model, before an engine wraps it, and looked up by name when
 the optimizer is built on the wrapped one.
@@ -297,17 +297,12 @@ def _gradients(parameters: Iterable[nn.Parameter]) -> Iterator[Tensor]:
     return (p.grad for p in parameters if p.grad is not None)
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
-    """Scale the gradients in place so that their global `norm` ([]) is at most `max_norm`."""
-    scale_gradients(parameters, (max_norm / (norm + 1e-6)).clamp(max=1.0))
-
-
 @torch.no_grad()
-def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor | float) -> None:
-    """Multiply the gradients in place by `factor`, which is the same on every rank."""
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
+    """Multiply the gradients in place by `factor` ([]), which is the same on every rank."""
     by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
     for gradient in _gradients(parameters):
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
         by_device[local.device].append(local)
     for device, gradients in by_device.items():
-        torch._foreach_mul_(gradients, factor.to(device) if isinstance(factor, Tensor) else factor)
+        torch._foreach_mul_(gradients, factor.to(device))

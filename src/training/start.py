@@ -164,7 +164,7 @@ def start_run(config: TrainConfig, folder: Path, processes: Processes) -> Run:
         counted = _count_remote(config.data, processes)
         with processes.together("opening the training data"):
             loader, length = _open_data(config, image_input, tokenize, processes, counted)
-    scaler = LossScale(2.0**16, dynamic=True) if engine.compute_dtype == torch.float16 else LossScale()
+    scaler = LossScale(processes.device, 2.0**16) if engine.compute_dtype == torch.float16 else None
     ema = None
     if config.ema.ema_decay is not None:
         ema = Ema(engine.module, config.ema.ema_decay, config.ema.ema_warmup)
@@ -236,7 +236,7 @@ def _training_step(
     processes: Processes,
     *,
     blank_text: Tensor,
-    loss_scale: LossScale,
+    loss_scale: LossScale | None,
     teacher: DualEncoder | None,
 ) -> TrainingStep:
     return TrainingStep(

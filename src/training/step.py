@@ -3,6 +3,9 @@
 Whatever the ranks, the engine and the number of micro-batches, the gradient is that of one process on the
 whole batch. The loss is a function of features, so it is computed once per step; with several micro-batches
 the features are encoded twice, first without a graph (Gao et al. 2021, https://arxiv.org/abs/2101.06983).
+
+The host only queues what a device is to do and waits for none of it: what depends on a batch's captions and
+counts is worked out on the CPU before, and what depends on the gradient is decided on the device.
 """
 
 from __future__ import annotations
@@ -10,7 +13,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, cast
 
 import torch
@@ -20,15 +24,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardclip.models.dual_encoder import DualEncoder, Encoded
 from shardclip.models.losses.caption import caption_cross_entropy, count_targets
-from shardclip.models.losses.gather import GlobalBatch, duplicate_rate, gather
+from shardclip.models.losses.gather import GlobalBatch, RankCounts, duplicate_rate, gather
 from shardclip.models.packing import PackedTexts
+from shardclip.models.transfer import sent
+from shardclip.training.arriving import Arriving
 from shardclip.training.data.batch import Batch
 from shardclip.training.distributed import Processes
 from shardclip.training.loss_scale import LossScale
 from shardclip.training.objective import Objective, Teacher
-from shardclip.training.optimizer import clean_name, gradient_norm, scale_gradients
+from shardclip.training.optimizer import clean_name, gradient_norm
 from shardclip.training.parallel import Engine
 from shardclip.training.statistics import batch_norms, statistics_kept
+from shardclip.training.update import Update, overshoot
 
 SCALE_BOUNDS = (0.0, math.log(100.0))
 """Bounds of the logarithm of the scale, as in the CLIP paper (https://arxiv.org/abs/2103.00020, 2.5)."""
@@ -38,10 +45,8 @@ SCALE_BOUNDS = (0.0, math.log(100.0))
 class Totals:
     """What the whole batch holds, over ranks and micro-batches: the same on every rank."""
 
-    samples: int
-    images: int
-    texts: int
-    pairs: int
+    ranks: RankCounts
+    """The samples and sides that each rank holds."""
     target_tokens: int
     text_tokens: int
     """Token ids that the text tower has to compute: without padding where it is packed."""
@@ -52,23 +57,34 @@ class Totals:
     save: bool
     """Whether any rank wants a checkpoint after this step."""
 
+    @property
+    def samples(self) -> int:
+        """Samples of all ranks."""
+        return sum(self.ranks.samples)
+
+    @property
+    def pairs(self) -> int:
+        """Samples of all ranks that have both sides."""
+        return sum(self.ranks.pairs)
+
 
 @dataclass
 class StepResult:
-    """What a step did, for the log; every figure is that of the whole batch."""
+    """What a step did, for the log; every figure is that of the whole batch. Reading one waits for it."""
 
     totals: Totals
     losses: dict[str, Tensor]
-    gradient_norm: float
+    gradient_norm: Arriving
     """Of the whole gradient, before clipping."""
     logit_scale: Tensor
     logit_bias: Tensor | None
     duplicate_rate: Tensor
     """Share of samples whose caption occurs more than once in the batch."""
-    skipped: bool = False
-    """True if the gradient was not finite: nothing was updated."""
-    culprits: list[str] = field(default_factory=list)
-    """Keys of this rank's samples if its features or its share of the gradient were not finite."""
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the gradient was not finite, so that nothing was updated; the same on every rank."""
+        return not math.isfinite(float(self.gradient_norm))
 
 
 @dataclass
@@ -88,10 +104,12 @@ class TrainingStep:
     pad_id: int = 0
     accumulation: int = 1
     max_norm: float | None = None
-    loss_scale: LossScale = field(default_factory=LossScale)
+    loss_scale: LossScale | None = None
+    """Of fp16 gradients; None for 1."""
     teacher: DualEncoder | None = None
 
     def __post_init__(self) -> None:
+        self.update = Update(self.optimizer, self.processes.device)
         module = self.engine.module
         self.encoder = cast(
             DualEncoder, module.module if isinstance(module, DistributedDataParallel) else module
@@ -110,57 +128,51 @@ class TrainingStep:
         totals = totals or self.agree(batch)
         losses, rate = self._gradients(batch.split(self.accumulation), totals)
         parameters = self._drop_unused(totals)
-        norm = float(gradient_norm(parameters)) / self.loss_scale.value
-        finite = math.isfinite(norm)
-        if finite:
-            clip = 1.0 if self.max_norm is None else min(1.0, self.max_norm / (norm + 1e-6))
-            if clip != 1.0 or self.loss_scale.value != 1.0:
-                scale_gradients(parameters, clip / self.loss_scale.value)
-            self.optimizer.step()
-        culprits = [] if finite else self._culprits(batch, parameters)
-        self.loss_scale.update(finite)
+        norm = self._update(parameters)
         self.optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():
             scalars = self.engine.module(clamp_scale=SCALE_BOUNDS)
         return StepResult(
             totals,
             losses,
-            norm,
+            Arriving(norm),
             scalars.logit_scale,
             None if scalars.logit_bias is None else scalars.logit_bias.detach(),
             rate,
-            skipped=not finite,
-            culprits=culprits,
         )
 
     def agree(self, batch: Batch | None, save: bool = False) -> Totals:
-        """Add up what the ranks hold and wish, in one small reduction; every rank calls it before a step.
+        """Tell each other what the ranks hold and wish, on the CPU; every rank calls it before a step.
 
         Args:
             batch: this rank's part of the step; None if it has none and only wants to be heard.
             save: whether this rank wants a checkpoint after the step.
         """
         held = [0] * 6 if batch is None else self._holdings(batch)
-        counts = torch.tensor([*held, int(batch is not None), self.processes.stop.flag(), int(save)])
+        own = torch.tensor([*held, int(batch is not None), self.processes.stop.flag(), int(save)])
+        told = own
         if self.processes.is_distributed:
-            dist.all_reduce(counts)
-        samples, images, texts, pairs, targets, tokens, ready, stop, wish = counts.tolist()
-        everyone = ready == self.processes.world_size
-        return Totals(samples, images, texts, pairs, targets, tokens, everyone, stop > 0, wish > 0)
+            told = own.new_empty(self.processes.world_size * len(own))
+            dist.all_gather_single(told, own)
+        columns = told.view(-1, len(own)).T.tolist()
+        counts, (targets, tokens, ready, stop, wish) = columns[:4], columns[4:]
+        return Totals(
+            RankCounts(*map(tuple, counts)), sum(targets), sum(tokens), all(ready), any(stop), any(wish)
+        )
 
     def _holdings(self, batch: Batch) -> list[int]:
         pairs = int(torch.isin(batch.image_sample, batch.text_sample).sum())
-        targets = int(count_targets(batch.texts[:, 1:], self.pad_id)) if self.objective.is_captioning else 0
+        targets = count_targets(batch.texts[:, 1:], self.pad_id) if self.objective.is_captioning else 0
         mark = self.encoder.end_mark
         tokens = batch.texts.numel() if mark is None else int(mark.lengths(batch.texts).sum())
-        return [batch.samples, len(batch.images), len(batch.texts), pairs, targets, tokens]
+        return [len(batch.images), len(batch.texts), batch.samples, pairs, targets, tokens]
 
     def _gradients(self, micro_batches: list[Batch], totals: Totals) -> tuple[dict[str, Tensor], Tensor]:
         """Leave the whole batch's gradient on the parameters; the losses, and the rate of duplicates."""
         passes = [_Pass(self, micro) for micro in micro_batches]
         once = len(passes) == 1
         encoded = [p.encode(captions=self.objective.is_captioning) if once else p.preview() for p in passes]
-        leaves, losses, rate = self._feature_losses(encoded, passes)
+        leaves, losses, rate = self._feature_losses(encoded, passes, totals)
         caption_loss = torch.zeros((), device=self.processes.device)
         for index, current in enumerate(passes):
             last = index == len(passes) - 1
@@ -178,7 +190,7 @@ class TrainingStep:
         return losses, rate
 
     def _feature_losses(
-        self, encoded: Sequence[Encoded], passes: Sequence[_Pass]
+        self, encoded: Sequence[Encoded], passes: Sequence[_Pass], totals: Totals
     ) -> tuple[_Leaves, dict[str, Tensor], Tensor]:
         """Gradients at this rank's features, scale and bias; losses; rate of duplicate captions."""
         scale, bias = encoded[0].logit_scale, encoded[0].logit_bias
@@ -189,7 +201,7 @@ class TrainingStep:
             None if bias is None else bias.detach(),
         )
         wanted = [leaf.requires_grad_() for leaf in at if leaf is not None]
-        whole = gather(at.images, at.texts, *_sample_numbers(passes))
+        whole = gather(at.images, at.texts, *_sample_numbers(passes), counts=totals.ranks)
         losses = self.objective.feature_losses(
             at.images, at.texts, at.scale, at.bias, whole, self._teach(passes, whole)
         )
@@ -209,9 +221,10 @@ class TrainingStep:
 
     def _backward(self, out: Encoded, current: _Pass, leaves: _Leaves, last: bool, totals: Totals) -> Tensor:
         """Backward of one micro-batch; its share of the caption loss."""
-        factor = self.engine.gradient_divisor * self.loss_scale.value
+        loss_scale = 1.0 if self.loss_scale is None else self.loss_scale.value
+        factor = self.engine.gradient_divisor * loss_scale
         # Scale and bias get the global gradient on every rank, once: equal values, which averaging keeps.
-        once = self.loss_scale.value if last else 0.0
+        once = loss_scale if last else 0.0
         seeds: list[tuple[Tensor | None, Tensor | None]] = [
             (out.image_features, _fill(leaves.images, current.image_rows, out.image_features) * factor),
             (out.text_features, _fill(leaves.texts, current.text_rows, out.text_features) * factor),
@@ -224,7 +237,7 @@ class TrainingStep:
                 out.caption_logits, current.caption_labels, totals.target_tokens, pad_id=self.pad_id
             )
             caption_loss = loss.detach()
-            seeds.append((loss, torch.full_like(loss, factor)))
+            seeds.append((loss, torch.ones_like(loss) * factor))
         roots = [(t, seed) for t, seed in seeds if t is not None and seed is not None and t.requires_grad]
         current.backward(roots)
         return caption_loss
@@ -241,14 +254,31 @@ class TrainingStep:
                 parameter.grad = None
         return [parameter for _, parameter in named]
 
-    def _culprits(self, batch: Batch, parameters: Sequence[nn.Parameter]) -> list[str]:
-        """Keys of this rank's samples whose features alone are not finite."""
+    def _update(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+        """Move the weights by their gradients, unless those are not finite; the gradients' norm, []."""
+        norm = gradient_norm(parameters)
+        finite, divisor = norm.isfinite(), None
+        if self.loss_scale is not None:
+            divisor = self.loss_scale.value
+            norm = norm / divisor
+        if self.max_norm is not None:
+            excess = overshoot(norm, self.max_norm)
+            divisor = excess if divisor is None else divisor * excess
+        self.update(parameters, finite, divisor)
+        if self.loss_scale is not None:
+            self.loss_scale.update(finite)
+        return norm
+
+    def culprits(self, batch: Batch) -> list[str]:
+        """Keys of this rank's samples whose features alone are not finite; every rank calls it."""
         with torch.no_grad(), _evaluating(self.engine.module):
             current = _Pass(self, batch)
             out = current.encode()
-        batch = current.batch
-        bad = set(batch.image_sample[~current.real_images(out).isfinite().all(dim=1)].tolist())
-        bad |= set(batch.text_sample[~current.real_texts(out).isfinite().all(dim=1)].tolist())
+        images, texts = (
+            features.isfinite().all(dim=1).cpu()
+            for features in (current.real_images(out), current.real_texts(out))
+        )
+        bad = {*batch.image_sample[~images].tolist(), *batch.text_sample[~texts].tolist()}
         return [batch.keys[sample] for sample in sorted(bad)]
 
 
@@ -268,18 +298,20 @@ class _Pass:
     """The forward passes of one micro-batch: equal on all ranks, whatever each of them holds."""
 
     def __init__(self, step: TrainingStep, batch: Batch) -> None:
-        """Put a batch on the device; its captions are read before, on the CPU, to lay them out."""
-        self.step = step
+        """Send a batch to the device; its captions are read before, on the CPU, to lay them out."""
+        self.step, self.batch = step, batch
         self.image_rows, self.text_rows = len(batch.images), len(batch.texts)
         self._tokens = batch.texts if self.text_rows else step.blank_text
         self.texts = self.texts_for(step.encoder)
-        self.batch = batch.to(step.processes.device)
-        self.images = step.pixels(self.batch.images if self.image_rows else step.blank_image)
+        self.images = step.pixels(
+            sent(batch.images, step.processes.device) if self.image_rows else step.blank_image
+        )
         self._random_state: tuple[Tensor, Tensor | None] | None = None
 
     def texts_for(self, encoder: DualEncoder) -> Tensor | PackedTexts:
         """The captions on the device, as a model takes them."""
-        return encoder.text_input(self._tokens).to(self.step.processes.device, non_blocking=True)
+        texts, device = encoder.text_input(self._tokens), self.step.processes.device
+        return sent(texts, device) if isinstance(texts, Tensor) else texts.to(device)
 
     def encode(self, *, captions: bool = False, again: bool = False) -> Encoded:
         """Forward with graph; `again` repeats the random numbers of `preview` and leaves statistics alone."""
@@ -287,7 +319,7 @@ class _Pass:
             self._restore_random_state()
         with self._statistics(kept=again):
             return self.step.engine.module(
-                self.images, self.texts, caption_pairs=self._pairs() if captions else None
+                self.images, self.texts, caption_pairs=self._pairs if captions else None
             )
 
     def backward(self, roots: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -321,24 +353,25 @@ class _Pass:
         if on_device is not None:
             torch.cuda.set_rng_state(on_device, self.step.processes.device)
 
+    @cached_property
     def _pairs(self) -> tuple[Tensor, Tensor]:
         """Rows of the images and texts that belong together; the blank rows where there is none."""
+        device = self.step.processes.device
+        if not self._has_pair:
+            blank = torch.zeros(1, dtype=torch.int64, device=device)
+            return blank, blank
         equal = self.batch.image_sample[:, None] == self.batch.text_sample[None, :]
         image_rows, text_rows = equal.nonzero(as_tuple=True)
-        if len(image_rows) == 0:
-            image_rows = text_rows = torch.zeros(1, dtype=torch.int64, device=self.images.device)
-        return image_rows, text_rows
+        return sent(image_rows, device), sent(text_rows, device)
 
     @property
     def caption_labels(self) -> Tensor:
         """[P, L - 1] target tokens of the pairs; all padding where the pair is a blank."""
-        _, text_rows = self._pairs()
         assert isinstance(self.texts, Tensor)
-        labels = self.texts[text_rows, 1:]
-        if not (self.image_rows and self.text_rows and self._has_pair()):
-            labels = torch.full_like(labels, self.step.pad_id)
-        return labels
+        labels = self.texts[self._pairs[1], 1:]
+        return labels if self._has_pair else torch.full_like(labels, self.step.pad_id)
 
+    @cached_property
     def _has_pair(self) -> bool:
         return bool(torch.isin(self.batch.image_sample, self.batch.text_sample).any())
 
@@ -354,7 +387,7 @@ class _Pass:
 
 
 def _sample_numbers(passes: Sequence[_Pass]) -> tuple[Tensor, Tensor, Tensor]:
-    """Sample of each image, sample of each text, caption id of each sample, over all micro-batches."""
+    """Sample of each image, sample of each text and caption id of each sample, of all passes; on the CPU."""
     images, texts, captions, offset = [], [], [], 0
     for current in passes:
         images.append(current.batch.image_sample + offset)

@@ -1,5 +1,6 @@
 """Runs whose numbers overflow: a rate that is too high, weights in half precision."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,16 @@ from shardclip import cli
 from shardclip.training.checkpoint import published
 
 
-def test_b32_a_run_that_diverges_stops_and_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cadence", ["1", "100"])
+def test_b32_a_run_that_diverges_stops_and_leaves_a_whole_checkpoint(tmp_path: Path, cadence: str) -> None:
+    """Whether a step's numbers are wanted at once, for a line of the log, or are seen after the next step."""
     flags = ["--lr", "1e30", "--lr-scheduler", "const", "--max-skipped-steps", "3"]
+    flags += ["--log-every-n-steps", cadence, "--log-metric-every-n-steps", cadence]
     finished = Finished(tmp_path, eight_steps(tmp_path, "wild", 2, *flags))
     assert finished.codes == [2, 2], finished.said
     assert finished.said.count("3 steps in a row had a gradient that is not finite") == 1
+    skipped = re.findall(r"step (\d+): the gradient is not finite, nothing was updated", finished.said)
+    assert skipped == ["2", "3", "4"]
     newest = published(tmp_path / "runs" / "wild" / "checkpoints")[-1]
     out = tmp_path / "model.safetensors"
     assert cli.main(["export", str(newest), "--out", str(out)]) == 0

@@ -172,9 +172,9 @@ def test_same_collectives_whatever_a_rank_holds(ranks: Ranks, loss: str, gradien
 def _captions(lengths: list[list[int]]) -> tuple[Tensor, Tensor]:
     """One rank's share of the caption loss and its gradient."""
     logits, labels = _caption_inputs(lengths, torch.distributed.get_rank())
-    tokens = count_targets(labels, 0)
+    tokens = torch.tensor(count_targets(labels, 0))
     torch.distributed.all_reduce(tokens)
-    value = caption_cross_entropy(logits, labels, tokens, pad_id=0)
+    value = caption_cross_entropy(logits, labels, int(tokens), pad_id=0)
     (gradient,) = torch.autograd.grad(value, logits)
     return value.detach(), gradient
 

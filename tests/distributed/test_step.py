@@ -140,14 +140,14 @@ def poison_rank_1(step: TrainingStep) -> None:
 
 def overflow(offload: bool) -> dict[str, Any]:
     step = training_step("clip", "fsdp", sgd, fsdp_cpu_offload=offload)
-    step.loss_scale = LossScale(value=1024.0, dynamic=True)
+    step.loss_scale = LossScale(step.processes.device, 1024.0)
     step(own_batch(step))
     before, original = weights(step), step._drop_unused
     poison_rank_1(step)
     result = step(own_batch(step))
     step._drop_unused = original  # type: ignore[method-assign]
     same = all(torch.equal(value, before[name]) for name, value in weights(step).items())
-    scale = step.loss_scale.value
+    scale = float(step.loss_scale.value)
     step(own_batch(step))
     changed = any(not torch.equal(value, before[name]) for name, value in weights(step).items())
     return {"skipped": result.skipped, "same": same, "scale": scale, "changed": changed}
@@ -176,7 +176,7 @@ def step_with_a_poisoned_picture(engine: str) -> dict[str, Any]:
     after = weights(step)
     return {
         "skipped": result.skipped,
-        "culprits": result.culprits,
+        "culprits": step.culprits(own_batch(step)),
         "same": all(torch.equal(after[name], before[name]) for name in after),
     }
 
@@ -193,10 +193,10 @@ def fp16_gradients(engine: str) -> list[float]:
     found = []
     for scale in (1.0, 4096.0):
         step = training_step("clip", engine)
-        step.loss_scale = LossScale(value=scale, dynamic=scale != 1.0)
+        step.loss_scale = None if scale == 1.0 else LossScale(step.processes.device, scale)
         step.max_norm = 0.5
         result = step(own_batch(step))
-        found.append((gradients(step), result.gradient_norm))
+        found.append((gradients(step), float(result.gradient_norm)))
     (plain, norm), (scaled, scaled_norm) = found
     worst = max(((plain[n] - scaled[n]).norm() / plain[n].norm().clamp(min=1e-6)).item() for n in plain)
     return [worst, abs(norm - scaled_norm) / norm]
@@ -384,7 +384,7 @@ def twenty_steps(engine: str, optimizer: str, precision: str = "fp32") -> tuple[
         everyone = list(range(8))
         whole = tiny.batch(everyone, everyone, 8, seed=seed)
         result = step(whole.split(world_size)[rank])
-        seen.append((float(result.losses["loss"]), result.gradient_norm, float(result.logit_scale)))
+        seen.append((float(result.losses["loss"]), float(result.gradient_norm), float(result.logit_scale)))
     return Curves(*map(list, zip(*seen, strict=True))), weights(step)
 
 

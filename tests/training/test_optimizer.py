@@ -21,10 +21,11 @@ from shardclip.training.optimizer import (
     OptimizerConfig,
     build_optimizer,
     clean_name,
-    clip_gradients,
     gradient_norm,
     plan_parameters,
+    scale_gradients,
 )
+from shardclip.training.update import overshoot
 
 _BLOCK = "{ln_{1,2}.{weight,bias},attn.in_proj_bias,attn.out_proj.bias,mlp.c_{fc,proj}.bias}"
 _NATIVE_IMAGE = [
@@ -300,7 +301,7 @@ def _twenty_clipped_steps(shape: tuple[int, ...] | None, offload: bool = False) 
         else:
             _step(model, images, texts)
         norm = gradient_norm(parameters)
-        clip_gradients(parameters, norm, 0.05)
+        scale_gradients(parameters, 1 / overshoot(norm, 0.05))
         trace["norm"].append(norm.item())
         trace["clipped"].append(gradient_norm(parameters).item())
         optimizer.step()

@@ -17,9 +17,7 @@ _ROWS = 256
 """Tokens whose logits are raised to fp32 at a time: 256 x 50,000 words are 50 MB."""
 
 
-def caption_cross_entropy(
-    logits: Tensor, labels: Tensor, target_tokens: int | Tensor, *, pad_id: int
-) -> Tensor:
+def caption_cross_entropy(logits: Tensor, labels: Tensor, target_tokens: int, *, pad_id: int) -> Tensor:
     """This rank's and micro-batch's share of the mean cross-entropy per target token of the global batch.
 
     Shares are to be added up, over ranks and micro-batches, gradients alike: a mean per rank would weigh the
@@ -37,14 +35,13 @@ def caption_cross_entropy(
         [], fp32 (float64 for float64 logits): the local sum over targets, divided by `target_tokens`; 0 with
         a graph if there is no local target.
     """
-    count = torch.as_tensor(target_tokens, device=logits.device).clamp(min=1)
-    total = _CrossEntropySum.apply(logits.flatten(0, 1), labels.flatten(), pad_id)
-    return total / count.to(total.dtype)
+    total: Tensor = _CrossEntropySum.apply(logits.flatten(0, 1), labels.flatten(), pad_id)
+    return total / max(target_tokens, 1)
 
 
-def count_targets(labels: Tensor, pad_id: int) -> Tensor:
-    """[] int64: the labels [P, L] that are to be predicted; the sum over ranks is the caller's to take."""
-    return (labels != pad_id).sum()
+def count_targets(labels: Tensor, pad_id: int) -> int:
+    """The labels [P, L] that are to be predicted; the sum over ranks is the caller's to take."""
+    return int((labels != pad_id).sum())
 
 
 class _CrossEntropySum(torch.autograd.Function):

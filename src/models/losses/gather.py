@@ -8,11 +8,24 @@ nothing of size [N, D] travels back, and no averaging has to be undone.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+from shardclip.models.transfer import sent
+
+
+class RankCounts(NamedTuple):
+    """What each rank holds of a global batch, in rank order."""
+
+    images: tuple[int, ...]
+    texts: tuple[int, ...]
+    samples: tuple[int, ...]
+    pairs: tuple[int, ...]
+    """Samples with both sides."""
 
 
 @dataclass(frozen=True)
@@ -93,11 +106,14 @@ def gather(
     text_sample: Tensor,
     caption_id: Tensor,
     group: ProcessGroup | None = None,
+    *,
+    counts: RankCounts | None = None,
 ) -> GlobalBatch:
     """Exchange the features of one step. Every rank of the group must call it, whatever it holds.
 
-    The ranks may hold different numbers of images and texts, none included. Four collectives at most:
-    the counts, the features of each side (in the precision given, padded to the largest rank), the ids.
+    The ranks may hold different numbers of images and texts, none included. Four collectives at most: the
+    counts, the features of each side (in the precision given, padded to the largest rank), the ids. With
+    `counts`, and with what names samples on the CPU, the host does not wait for the features.
 
     Args:
         image_features: [I, D], floating point, L2-normalised.
@@ -107,6 +123,7 @@ def gather(
         caption_id: [B] int64: equal for equal captions; -1 for a sample without one.
         group: the ranks that share the global batch. None means the default group if `torch.distributed` is
             initialised, else a single process.
+        counts: what every rank holds, where that is known already; exchanged if not given.
 
     Raises:
         ValueError: features and sample numbers differ in length.
@@ -116,32 +133,34 @@ def gather(
             f"{len(image_features)} images with {len(image_sample)} sample numbers, "
             f"{len(text_features)} texts with {len(text_sample)}"
         )
+    device, (rank, world_size) = image_features.device, _place(group)
     pair_images, pair_texts = _pairs(image_sample, text_sample, len(caption_id))
-    local = torch.tensor([[len(image_sample), len(text_sample), len(caption_id), len(pair_images)]])
-    rank, world_size = _place(group)
-    counts = _gather_rows(local.to(image_features.device), [1] * world_size, group).tolist()
-    image_counts, text_counts, sample_counts, pair_counts = zip(*counts, strict=True)
-    image_start, text_start = sum(image_counts[:rank]), sum(text_counts[:rank])
+    if counts is None:
+        local = torch.tensor([[len(image_sample), len(text_sample), len(caption_id), len(pair_images)]])
+        table = _gather_rows(sent(local, device), [1] * world_size, group).tolist()
+        counts = RankCounts(*zip(*table, strict=True))
+    image_start, text_start = sum(counts.images[:rank]), sum(counts.texts[:rank])
 
-    samples = torch.arange(len(caption_id), device=caption_id.device) + sum(sample_counts[:rank])
+    samples = torch.arange(len(caption_id), device=caption_id.device) + sum(counts.samples[:rank])
     # Hashes of captions are not negative: a negative id belongs to one sample and meets no other.
     captions = torch.where(caption_id == -1, -2 - samples, caption_id)
     ids = torch.stack([samples, captions], dim=1)
-    image_ids, text_ids = _gather_sides(ids[image_sample], ids[text_sample], image_counts, text_counts, group)
+    of_images, of_texts = sent(ids[image_sample], device), sent(ids[text_sample], device)
+    image_ids, text_ids = _gather_sides(of_images, of_texts, counts.images, counts.texts, group)
     return GlobalBatch(
-        image_features=raised(_gather_rows(image_features.detach(), image_counts, group)),
-        text_features=raised(_gather_rows(text_features.detach(), text_counts, group)),
+        image_features=raised(_gather_rows(image_features.detach(), counts.images, group)),
+        text_features=raised(_gather_rows(text_features.detach(), counts.texts, group)),
         image_sample=image_ids[:, 0],
         text_sample=text_ids[:, 0],
         image_caption=image_ids[:, 1],
         text_caption=text_ids[:, 1],
-        image_counts=image_counts,
-        text_counts=text_counts,
+        image_counts=counts.images,
+        text_counts=counts.texts,
         image_start=image_start,
         text_start=text_start,
-        pair_images=pair_images + image_start,
-        pair_texts=pair_texts + text_start,
-        pairs=sum(pair_counts),
+        pair_images=sent(pair_images + image_start, device),
+        pair_texts=sent(pair_texts + text_start, device),
+        pairs=sum(counts.pairs),
         rank=rank,
         group=group,
     )
