@@ -103,7 +103,7 @@ def compare(
     return {
         "gradient": worst,
         "unexpected": extra,
-        "norm": abs(result.gradient_norm - norm) / norm,
+        "norm": abs(float(result.gradient_norm) - norm) / norm,
         "loss": abs(float(result.losses["loss"]) - loss) / abs(loss),
     }
 
