@@ -196,7 +196,7 @@ def serve(who: str) -> None:
 
 def pixel_difference(folder: Path) -> Row:
     """The fast path against Pillow's whole decoding of the same crop, mean absolute, in steps of 255."""
-    from shardclip.training.data.decode import Fast, power_of_two_below
+    from shardclip.training.data.decode import Fast, power_of_two_below, resize
     from shardclip.training.data.image_input import ImageInput
 
     fast = Fast(ImageInput(size=(SIDE, SIDE)), {}, 10**9)
@@ -212,7 +212,7 @@ def pixel_difference(folder: Path) -> Row:
             box = (left, top, left + across, top + down)
             whole = Image.open(io.BytesIO(content)).convert("RGB")
             exact = np.asarray(whole.resize((SIDE, SIDE), Image.Resampling.BICUBIC, box), dtype=np.int16)
-            ours = fast(content, seed).permute(1, 2, 0).numpy().astype(np.int16)
+            ours = resize(fast(content, seed), (SIDE, SIDE)).permute(1, 2, 0).numpy().astype(np.int16)
             differences.append(float(np.abs(ours - exact).mean()))
         means.append(float(np.mean(differences)))
     worst = max(means)

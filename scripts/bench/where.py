@@ -5,9 +5,10 @@
 The step is that of `shardclip train` on one process with one thread, on batches that lie ready (the model of
 `model_limited` in train.py), under torch's profiler: the time of its operators without that of those they
 call. `step_python` is what is left of the step. The loader is read by the process itself, with pictures of
-512x384; decoding and tokenising are timed apart on the same samples, `sample_rest` is what is left. A picture
-of 1024x768 is decoded at half its size: `picture_codes` is what decoding at an eighth takes, hardly more than
-its Huffman codes, which every scale has to read. Every row is a part over its whole: the ratio is its share.
+512x384; decoding, resizing and tokenising are timed apart on the same samples, `sample_rest` is what is left.
+A picture of 1024x768 is decoded at half its size: `picture_codes` is what decoding at an eighth takes, hardly
+more than its Huffman codes, which every scale has to read. Every row is a part over its whole: the ratio is
+its share.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ import tarfile
 import tempfile
 import time
 from collections import Counter
-from itertools import islice, pairwise
+from collections.abc import Callable
+from functools import partial
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,9 +35,10 @@ from shardclip.models.factory import ModelSpec
 from shardclip.training import config as configuration
 from shardclip.training import distributed
 from shardclip.training.config import TrainConfig
-from shardclip.training.data.decode import JpegFile, resize, training_decoder
+from shardclip.training.data.decode import JpegFile, Pixels, training_decoder
 from shardclip.training.data.image_input import ImageInput
 from shardclip.training.data.loader import train_loader
+from shardclip.training.data.pictures import Pictures
 from shardclip.training.data.workers import keep_freed_memory
 from shardclip.training.start import start_run
 
@@ -84,8 +89,9 @@ def step_parts(folder: Path, case: Case) -> dict[str, float]:
 
 
 def sample_parts(folder: Path, case: Case) -> dict[str, float]:
-    """CPU seconds of a sample in the loader: decoding, tokenising, the rest, and the `whole`."""
+    """CPU seconds of a sample in the loader: decoding, resizing, tokenising, the rest, and the `whole`."""
     torch.set_num_threads(1)
+    keep_freed_memory()  # as a worker does
     config = settings(folder, case)
     spec = ModelSpec(case.name, case.model_cfg, {"size": 224})
     image_input, tokenize = ImageInput.from_preprocess_cfg(spec.preprocess_cfg), factory.tokenizer(spec)
@@ -111,43 +117,43 @@ def sample_parts(folder: Path, case: Case) -> dict[str, float]:
     for _ in islice(batches, case.steps):
         pass
     marks.append(time.process_time())
-    for number, picture in enumerate(pictures):
-        decoder(picture, number)
-    marks.append(time.process_time())
     for start in range(0, len(captions), case.batch):
         tokenize(captions[start : start + case.batch])
     marks.append(time.process_time())
-    whole, decoding, tokenising = (
-        (after - before) / count
-        for before, after, count in zip(
-            marks, marks[1:], (case.batch * case.steps, len(pictures), len(captions)), strict=False
-        )
-    )
-    rest = max(whole - decoding - tokenising, 0.0)
-    return {"decode": decoding, "tokenise": tokenising, "rest": rest, "whole": whole}
+    whole = (marks[1] - marks[0]) / (case.batch * case.steps)
+    tokenising = (marks[2] - marks[1]) / len(captions)
+    decoding, resizing = decoded_and_resized(pictures, lambda picture: decoder(picture, 0))
+    rest = max(whole - decoding - resizing - tokenising, 0.0)
+    return {"decode": decoding, "resize": resizing, "tokenise": tokenising, "rest": rest, "whole": whole}
 
 
-def picture_parts(folder: Path, case: Case) -> dict[str, float]:
+def picture_parts(case: Case) -> dict[str, float]:
     """CPU seconds of decoding a picture of 1024x768: its codes, its pixels, resizing, and the `whole`."""
     torch.set_num_threads(1)
     keep_freed_memory()  # as a worker does
     chance = np.random.default_rng(0)
     pictures = [photograph((768, 1024), chance) for _ in range(8)] * case.steps
     files = [file for picture in pictures if (file := JpegFile.read(picture, 10**9)) is not None]
-    half = files[0].pixels(2)
-    marks = [time.process_time()]
-    for file in files:
-        file.pixels(8)
-    marks.append(time.process_time())
-    for file in files:
-        file.pixels(2)
-    marks.append(time.process_time())
-    for _ in files:
-        resize(half, (224, 224))
-    marks.append(time.process_time())
-    codes, decoding, resizing = ((after - before) / len(files) for before, after in pairwise(marks))
+    codes, _ = decoded_and_resized(files, lambda file: file.pixels(8))
+    decoding, resizing = decoded_and_resized(files, lambda file: file.pixels(2))
     whole = decoding + resizing
     return {"codes": codes, "pixels": max(decoding - codes, 0.0), "resize": resizing, "whole": whole}
+
+
+def decoded_and_resized(contents: list[Any], decode: Callable[[Any], Pixels]) -> tuple[float, float]:
+    """CPU seconds of decoding a picture, and of resizing one, 64 at a time as the loader does it."""
+    decoding = resizing = 0.0
+    for start in range(0, len(contents), 64):
+        began = time.process_time()
+        decoded = [decode(content) for content in contents[start : start + 64]]
+        between = time.process_time()
+        pictures = Pictures((224, 224))
+        for pixels in decoded:
+            pictures.add(pixels)
+        pictures.stacked()
+        decoding += between - began
+        resizing += time.process_time() - between
+    return decoding / len(contents), resizing / len(contents)
 
 
 def shares(prefix: str, measured: list[dict[str, float]], unit: str) -> list[Row]:
@@ -169,12 +175,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="bench-where-") as name:
         folder = Path(name)
         make_data(folder, chosen.quick)
-        for prefix, measure, case in (
-            ("step", step_parts, model_limited),
-            ("sample", sample_parts, decode_limited),
-            ("picture", picture_parts, decode_limited),
+        for prefix, measure in (
+            ("step", partial(step_parts, folder, model_limited)),
+            ("sample", partial(sample_parts, folder, decode_limited)),
+            ("picture", partial(picture_parts, decode_limited)),
         ):
-            measured = [in_child(measure, folder, case) for _ in range(chosen.repeats)]
+            measured = [in_child(measure) for _ in range(chosen.repeats)]
             rows += shares(prefix, measured, "s")
     show(
         "where",

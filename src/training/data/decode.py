@@ -1,4 +1,7 @@
-"""From the bytes of a picture to uint8 pixels: open_clip's transform exactly, or a fast path for training."""
+"""From the bytes of a picture to uint8 pixels: open_clip's transform exactly, or a fast path for training.
+
+A decoder's pixels are those of the picture, or of a crop; `resize` brings them to the tower's size.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,8 @@ except ImportError:
     simplejpeg = None
 
 Pixels = NDArray[np.uint8]
-Decoder = Callable[[bytes | Pixels, int], Tensor]
-"""(content of the image file or pixels [H, W, 3], seed) -> uint8 pixels [3, H, W] of the tower's size."""
+Decoder = Callable[[bytes | Pixels, int], Pixels]
+"""(content of the image file or pixels [H, W, 3], seed) -> uint8 pixels [h, w, 3], to be resized."""
 
 SPATIAL = {"scale", "ratio"}
 """Augmentation settings that the fast path knows."""
@@ -153,8 +156,8 @@ class Exact:
         self._random = train
         self._max_pixels = max_pixels
 
-    def __call__(self, content: bytes | Pixels, seed: int) -> Tensor:
-        """Pixels [3, H, W] of the tower's size; every random choice is a function of `seed`."""
+    def __call__(self, content: bytes | Pixels, seed: int) -> Pixels:
+        """Pixels [H, W, 3] of the tower's size; every random choice is a function of `seed`."""
         picture = open_picture(content, self._max_pixels)
         state = random.getstate(), torch.get_rng_state()
         if self._random:
@@ -163,7 +166,7 @@ class Exact:
         try:
             for step in self._steps:
                 picture = step(picture)
-            return torch.from_numpy(np.array(picture.convert("RGB"))).permute(2, 0, 1)
+            return np.array(picture.convert("RGB"))
         except Exception as error:
             raise Undecodable("image cannot be decoded") from error
         finally:
@@ -186,8 +189,8 @@ class Fast:
         self._ratio = tuple(augmentation.get("ratio") or (3 / 4, 4 / 3))
         self._max_pixels = max_pixels
 
-    def __call__(self, content: bytes | Pixels, seed: int) -> Tensor:
-        """Pixels [3, H, W] of the tower's size; the crop is a function of `seed`."""
+    def __call__(self, content: bytes | Pixels, seed: int) -> Pixels:
+        """Pixels [h, w, 3] of a crop, which is a function of `seed`, at the scale it was decoded at."""
         jpeg = JpegFile.read(content, self._max_pixels)
         if jpeg is not None:
             width, height = jpeg.width, jpeg.height
@@ -202,7 +205,7 @@ class Fast:
         else:
             pixels = rgb(picture)
         top, left, down, across = (value // shrink for value in (top, left, down, across))
-        return resize(pixels[top : top + down, left : left + across], self._size)
+        return pixels[top : top + down, left : left + across]
 
     def crop(self, width: int, height: int, chance: random.Random) -> tuple[int, int, int, int]:
         """Left, top, width and height of a random crop, by torchvision's rule for RandomResizedCrop."""

@@ -206,7 +206,7 @@ def look_at(number: int, source: Source, maker: SampleMaker, findings: Findings,
         findings.pictures[hash(content)] += 1
     findings.captions.update(caption_id(caption) for caption in sample.captions)
     if sample.pixels is not None and len(findings.shown) < SHEET * SHEET:
-        picture = Image.fromarray(sample.pixels.permute(1, 2, 0).contiguous().numpy())
+        picture = Image.fromarray(sample.pixels)
         findings.shown.append((picture, sample.captions[0] if sample.captions else ""))
 
 

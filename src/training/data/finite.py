@@ -18,10 +18,11 @@ from torch import Tensor
 from shardclip.errors import UserError
 from shardclip.training.data.batch import Batch
 from shardclip.training.data.config import DataConfig
-from shardclip.training.data.decode import Decoder, Undecodable, evaluation_decoder
+from shardclip.training.data.decode import Decoder, Pixels, Undecodable, evaluation_decoder
 from shardclip.training.data.image_input import ImageInput
 from shardclip.training.data.index import shard_index
-from shardclip.training.data.samples import LeftOut, SampleMaker, Tokenizer, collate
+from shardclip.training.data.pictures import Pictures
+from shardclip.training.data.samples import BatchInTheMaking, LeftOut, SampleMaker, Tokenizer
 from shardclip.training.data.sources import RawSample, Source, expand, kind_of, open_source
 from shardclip.training.data.table import SyntheticSource
 from shardclip.training.data.workers import PartReader, read
@@ -169,13 +170,13 @@ class PairAssembler:
 
     def __call__(self, raw: list[RawSample], skipped: Counter[str]) -> Batch:
         """The batch; a sample that cannot be used is counted and not in it."""
-        samples = []
+        making = BatchInTheMaking(self.tokenize, self.size)
         for one in raw:
             try:
-                samples.append(self.maker.make(one))
+                making.add(self.maker.make(one))
             except LeftOut as reason:
                 skipped[str(reason)] += 1
-        return collate(samples, self.tokenize, self.size, {}, skipped)
+        return making.batch({}, skipped)
 
 
 @dataclass
@@ -187,19 +188,18 @@ class LabelAssembler:
 
     def __call__(self, raw: list[RawSample], skipped: Counter[str]) -> Labelled:
         """The batch; a sample that cannot be used is counted and not in it."""
-        pixels, labels = [], []
+        pictures, labels = Pictures(self.size), []
         for one in raw:
             try:
-                picture, label = self._read(one)
+                pixels, label = self._read(one)
             except (Undecodable, LeftOut) as reason:
                 skipped[str(reason)] += 1
                 continue
-            pixels.append(picture)
+            pictures.add(pixels)
             labels.append(label)
-        images = torch.stack(pixels) if pixels else torch.empty(0, 3, *self.size, dtype=torch.uint8)
-        return images, torch.tensor(labels, dtype=torch.int64)
+        return pictures.stacked(), torch.tensor(labels, dtype=torch.int64)
 
-    def _read(self, raw: RawSample) -> tuple[Tensor, int]:
+    def _read(self, raw: RawSample) -> tuple[Pixels, int]:
         if raw.problem is not None:
             raise LeftOut(raw.problem)
         label, content = raw.parts.get("cls"), raw.parts.get("image")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from shardclip.errors import UserError
 from shardclip.training.data.batch import Batch
-from shardclip.training.data.samples import LeftOut, Sample, SampleMaker, Tokenizer, collate
+from shardclip.training.data.samples import BatchInTheMaking, LeftOut, Sample, SampleMaker, Tokenizer
 from shardclip.training.data.streams import Data, Stream
 from shardclip.training.data.workers import PartReader
 
@@ -82,13 +82,13 @@ class Reader(PartReader):
             yield self._part(streams)
 
     def _part(self, streams: list[Stream]) -> Batch:
-        samples: list[Sample] = []
+        making = BatchInTheMaking(self.tokenize, self.size)
         skipped: Counter[str] = Counter()
         for stream in streams:
             for _ in range(self.layout.per_stream):
-                samples.append(self._usable(stream, skipped))
+                making.add(self._usable(stream, skipped))
         state = {stream.number: stream.position() for stream in streams}
-        return collate(samples, self.tokenize, self.size, state, skipped)
+        return making.batch(state, skipped)
 
     def _usable(self, stream: Stream, skipped: Counter[str]) -> Sample:
         """The stream's next sample that can be used; those before it are counted."""

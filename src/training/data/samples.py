@@ -15,8 +15,9 @@ from torch import Tensor
 
 from shardclip.training.data.batch import Batch
 from shardclip.training.data.config import DataConfig, suffixes
-from shardclip.training.data.decode import Decoder, Undecodable
+from shardclip.training.data.decode import Decoder, Pixels, Undecodable
 from shardclip.training.data.order import sample_seed
+from shardclip.training.data.pictures import Pictures
 from shardclip.training.data.sources import RawSample
 
 Tokenizer = Callable[[list[str]], Tensor]
@@ -32,8 +33,8 @@ class Sample:
     """One sample on its way into a batch."""
 
     key: str
-    pixels: Tensor | None
-    """[3, H, W] uint8, None for a caption without a picture."""
+    pixels: Pixels | None
+    """[h, w, 3] uint8, not resized yet; None for a caption without a picture."""
     captions: list[str]
     """One in training, all that there are in evaluation, none for a picture without a caption."""
     again: bool = False
@@ -134,30 +135,43 @@ def caption_id(caption: str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def collate(
-    samples: list[Sample],
-    tokenize: Tokenizer,
-    size: tuple[int, int],
-    state: dict[Any, Any],
-    skipped: Counter[str],
-) -> Batch:
-    """The batch of some samples, in their order."""
-    pictures = [(row, sample.pixels) for row, sample in enumerate(samples) if sample.pixels is not None]
-    images = torch.empty(len(pictures), 3, *size, dtype=torch.uint8)
-    for image, (_, pixels) in zip(images.numpy(), pictures, strict=True):
-        image[...] = pixels.numpy()  # numpy unpacks pixels three times as fast as torch
-    texts = [(row, caption) for row, sample in enumerate(samples) for caption in sample.captions]
-    # a tokenizer knows its width only from a text: an empty batch of texts is a slice of one
-    tokens = tokenize([caption for _, caption in texts] or [""])[: len(texts)]
-    ids = [caption_id(sample.captions[0]) if sample.captions else -1 for sample in samples]
-    return Batch(
-        images=images,
-        texts=tokens.long(),
-        image_sample=torch.tensor([row for row, _ in pictures], dtype=torch.int64),
-        text_sample=torch.tensor([row for row, _ in texts], dtype=torch.int64),
-        caption_id=torch.tensor(ids, dtype=torch.int64),
-        keys=[sample.key for sample in samples],
-        state=state,
-        skipped=dict(skipped),
-        repeated=sum(sample.again for sample in samples),
-    )
+class BatchInTheMaking:
+    """Takes samples one by one and makes a batch of them, in their order."""
+
+    def __init__(self, tokenize: Tokenizer, size: tuple[int, int]) -> None:
+        self._tokenize = tokenize
+        self._pictures = Pictures(size)
+        self._image_sample: list[int] = []
+        self._text_sample: list[int] = []
+        self._captions: list[str] = []
+        self._caption_ids: list[int] = []
+        self._keys: list[str] = []
+        self._repeated = 0
+
+    def add(self, sample: Sample) -> None:
+        """Take the next sample."""
+        row = len(self._keys)
+        self._keys.append(sample.key)
+        if sample.pixels is not None:
+            self._pictures.add(sample.pixels)
+            self._image_sample.append(row)
+        self._captions += sample.captions
+        self._text_sample += [row] * len(sample.captions)
+        self._caption_ids.append(caption_id(sample.captions[0]) if sample.captions else -1)
+        self._repeated += sample.again
+
+    def batch(self, state: dict[Any, Any], skipped: Counter[str]) -> Batch:
+        """The batch of all that were taken."""
+        # a tokenizer knows its width only from a text: an empty batch of texts is a slice of one
+        tokens = self._tokenize(self._captions or [""])[: len(self._captions)]
+        return Batch(
+            images=self._pictures.stacked(),
+            texts=tokens.long(),
+            image_sample=torch.tensor(self._image_sample, dtype=torch.int64),
+            text_sample=torch.tensor(self._text_sample, dtype=torch.int64),
+            caption_id=torch.tensor(self._caption_ids, dtype=torch.int64),
+            keys=self._keys,
+            state=state,
+            skipped=dict(skipped),
+            repeated=self._repeated,
+        )

@@ -120,7 +120,7 @@ def _explained(error: Exception, now_reading: NowReading, seconds: float, rank: 
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep freed blocks of picture size for the next picture, up to 64 MiB.
+    """Have glibc keep freed blocks of picture size for the next pictures, up to 128 MiB.
 
     By default each one goes back to the kernel, and touching its pages anew costs about as much as half of
     the decoding. Does nothing under another C library.
@@ -129,4 +129,4 @@ def keep_freed_memory() -> None:
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
         libc.mallopt(mmap_threshold, 32 * 2**20)
-        libc.mallopt(trim_threshold, 64 * 2**20)
+        libc.mallopt(trim_threshold, 128 * 2**20)
