@@ -96,7 +96,8 @@ def waits_for(marked: Iterable[Tensor]) -> Iterator[list[str]]:
         return copy
 
     users = [
-        f"shardclip.{module}.sent" for module in ("models.losses.gather", "models.packing", "training.step")
+        f"shardclip.{module}.sent"
+        for module in ("models.losses.gather", "models.dual_encoder", "training.step")
     ]
     assert transfer.sent is not sent
     with patch(users[0], sent), patch(users[1], sent), patch(users[2], sent), _Reading(waits), waits:

@@ -195,7 +195,10 @@ def towers_seconds(folder: Path, case: Case) -> float:
     batches = train_loader(data, image_input, tokenize, batch_size=case.batch, rank=0, world_size=1, seed=0)
     # Those that a run takes, so that they have the same tokens.
     drawn = list(islice(batches, case.warmup + case.steps))
-    ready = [(normalise(batch.images, image_input), model.text_input(batch.texts)) for batch in drawn]
+    ready = [
+        (normalise(batch.images, image_input), model.text_input(batch.texts, torch.device("cpu")))
+        for batch in drawn
+    ]
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     began = 0.0
     for number, (images, texts) in enumerate(ready):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from shardclip.models.packing import PackedTexts, end_mark, pack, take_packed
 from shardclip.models.padding import mask_of_length, sees_padding, without_padding
+from shardclip.models.transfer import sent
 
 
 class Encoded(NamedTuple):
@@ -58,16 +59,22 @@ class DualEncoder(nn.Module):
             None if logit_bias is None else nn.Parameter(torch.tensor(logit_bias, dtype=torch.float32))
         )
 
-    def text_input(self, tokens: Tensor) -> Tensor | PackedTexts:
-        """Token ids [T, L] on the CPU as what `forward` computes least for, to the same features."""
+    def text_input(self, tokens: Tensor, device: torch.device) -> Tensor | PackedTexts:
+        """Token ids [T, L] as what `forward` computes least for, to the same features.
+
+        Args:
+            tokens: on the CPU, where their values are read.
+            device: where `forward` takes them; the host does not wait for the copy.
+        """
         if self.sees_padding:
-            return tokens
+            return sent(tokens, device)
         cut = without_padding(tokens)
-        if self.end_mark is None:
-            return cut
-        packed = pack(tokens, self.end_mark)
-        # Where every caption is long, a row each, with one mask for all, takes no more and less memory.
-        return packed if packed.tokens.numel() < cut.numel() else cut
+        if self.end_mark is not None:
+            packed = pack(tokens, self.end_mark)
+            # Where every caption is long, a row each, with one mask for all, takes no more and less memory.
+            if packed.tokens.numel() < cut.numel():
+                return PackedTexts(*(sent(part, device) for part in packed))
+        return sent(cut, device)
 
     def forward(
         self,

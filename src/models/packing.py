@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardclip.models.padding import sees_padding
-from shardclip.models.transfer import sent
 
 _MULTIPLE = 8
 """Rows are multiples of this: attention kernels want aligned masks."""
@@ -35,10 +34,6 @@ class PackedTexts(NamedTuple):
     """[R, W] the caption (0 .. T-1) that each token belongs to, -1 for the rest of a row."""
     ends: Tensor
     """[T] where the end mark of each caption is among the R * W tokens."""
-
-    def to(self, device: torch.device) -> PackedTexts:
-        """The same on `device`; the host does not wait for the copy."""
-        return PackedTexts(*(sent(tensor, device) for tensor in self))
 
 
 @dataclass(frozen=True)

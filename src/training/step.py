@@ -310,8 +310,7 @@ class _Pass:
 
     def texts_for(self, encoder: DualEncoder) -> Tensor | PackedTexts:
         """The captions on the device, as a model takes them."""
-        texts, device = encoder.text_input(self._tokens), self.step.processes.device
-        return sent(texts, device) if isinstance(texts, Tensor) else texts.to(device)
+        return encoder.text_input(self._tokens, self.step.processes.device)
 
     def encode(self, *, captions: bool = False, again: bool = False) -> Encoded:
         """Forward with graph; `again` repeats the random numbers of `preview` and leaves statistics alone."""

@@ -21,7 +21,7 @@ class Features(NamedTuple):
 class OneHot(nn.Module):
     """A picture's features are the unit vector of its first pixel's value; a text's, that of its token."""
 
-    def text_input(self, tokens: Tensor) -> Tensor:
+    def text_input(self, tokens: Tensor, device: torch.device) -> Tensor:
         return tokens
 
     def forward(self, image: Tensor | None = None, text: Tensor | None = None) -> Features:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardclip.errors import UserError
+from shardclip.models.transfer import sent
 from shardclip.training.data.batch import Batch
 from shardclip.training.distributed import Processes
 from shardclip.training.evaluation.lockstep import first_known, lockstep
@@ -81,17 +82,17 @@ def _encode(
     keys: list[str] = []
     places: list[tuple[int, int]] = []
     shapes: tuple[torch.Size, torch.Size] | None = None
-    scale = 1.0
+    scale: Tensor | float = 1.0
     with undisturbed(model, processes) as encoder:
         for turn, batch in enumerate(lockstep(batches, processes, "validation pairs")):
             if shapes is None:
                 own = None if batch is None else (batch.images.shape[1:], batch.texts.shape[1:])
                 shapes = first_known(own, processes)
             assert shapes is not None
-            pixels = _or_blank(None if batch is None else batch.images, shapes[0], torch.uint8).to(device)
+            pixels = _or_blank(None if batch is None else batch.images, shapes[0], torch.uint8)
             captions = _or_blank(None if batch is None else batch.texts, shapes[1], torch.int64)
-            encoded = encoder(image=normalise(pixels), text=encoder.text_input(captions).to(device))
-            scale = float(encoded.logit_scale)
+            encoded = encoder(normalise(sent(pixels, device)), encoder.text_input(captions, device))
+            scale = encoded.logit_scale
             if batch is not None:
                 images.add(encoded.image_features, batch.images, batch.image_sample + len(keys))
                 texts.add(encoded.text_features, batch.texts, batch.text_sample + len(keys))
@@ -102,7 +103,7 @@ def _encode(
     width = first_known(images.width, processes)
     numbers = _numbers(keys, processes)
     image_side, text_side = (c.side(numbers, width, processes, device) for c in (images, texts))
-    return EncodedPairs(image_side, text_side, scale, keys, places, numbers)
+    return EncodedPairs(image_side, text_side, float(scale), keys, places, numbers)
 
 
 def _or_blank(rows: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> Tensor:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardclip.errors import UserError
+from shardclip.models.transfer import sent
 from shardclip.training.distributed import Processes
 from shardclip.training.evaluation.lockstep import first_known, lockstep
 from shardclip.training.evaluation.names import prompts
@@ -62,7 +63,7 @@ def classifier(
     with undisturbed(model, processes) as encoder:
         for batch in lockstep(batches, processes, "zero-shot prompts"):
             offset, phase, part = batch or (0, 0, texts[:1])
-            features = encoder(text=encoder.text_input(tokenize(part)).to(device)).text_features
+            features = encoder(text=encoder.text_input(tokenize(part), device)).text_features
             if sums is None:
                 sums = torch.zeros(last - first, features.shape[1], dtype=torch.float64, device=device)
             if batch is not None:
@@ -113,10 +114,9 @@ def zero_shot(
             if shape is None:
                 shape = first_known(None if batch is None else tuple(batch[0].shape[1:]), processes)
             images = torch.zeros(1, *shape, dtype=torch.uint8) if batch is None else batch[0]
-            features = encoder(image=normalise(images.to(device, non_blocking=True))).image_features
+            features = encoder(image=normalise(sent(images, device))).image_features
             if batch is not None:
-                labels = batch[1].to(device)
-                _tally(counts, similarity(features, per_class), labels)
+                _tally(counts, similarity(features, per_class), sent(batch[1], device))
     samples, right, right_5 = sum(processes.all_gather_object(counts.cpu())).tolist()
     return _figures(samples, right, right_5)
 
@@ -138,8 +138,8 @@ def _tally(counts: Tensor, scores: Tensor, labels: Tensor) -> None:
     class_numbers = torch.arange(scores.shape[1], device=scores.device)
     own_score = scores.gather(1, labels[:, None])[:, 0]
     rank = count_ahead(scores, own_score, labels, class_numbers)
-    for row, counted in enumerate((torch.ones_like(rank, dtype=torch.bool), rank < 1, rank < 5)):
-        counts[row] += torch.bincount(labels[counted], minlength=len(class_numbers))
+    counted = torch.stack([torch.ones_like(rank), rank < 1, rank < 5])
+    counts.index_add_(1, labels, counted.to(counts.dtype))
 
 
 def _figures(samples: list[int], right: list[int], right_5: list[int]) -> dict[str, float]:
