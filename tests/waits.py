@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -14,10 +14,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardclip.models import transfer
+from shardclip.models import dual_encoder
+from shardclip.models.losses import gather
+from shardclip.training import step
 
-_READ = {"_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "unique_consecutive", "masked_select",
-         "equal", "is_nonzero", "repeat_interleave"}  # fmt: skip
+_READ = {
+    "_local_scalar_dense", "_unique2", "bincount", "equal", "is_nonzero", "masked_select", "nonzero",
+    "repeat_interleave", "unique_consecutive", "unique_dim",
+}  # fmt: skip
 """Operations whose result, or its size, the host has to know before it goes on."""
 _CHOOSING = {"index", "index_put", "index_put_"}
 """Operations that are among them if they choose by a mask."""
@@ -95,10 +99,9 @@ def waits_for(marked: Iterable[Tensor]) -> Iterator[list[str]]:
         waits.mark([copy])
         return copy
 
-    users = [
-        f"shardclip.{module}.sent"
-        for module in ("models.losses.gather", "models.dual_encoder", "training.step")
-    ]
-    assert transfer.sent is not sent
-    with patch(users[0], sent), patch(users[1], sent), patch(users[2], sent), _Reading(waits), waits:
+    with ExitStack() as stack:
+        for user in (gather, dual_encoder, step):
+            stack.enter_context(patch.object(user, "sent", sent))
+        stack.enter_context(_Reading(waits))
+        stack.enter_context(waits)
         yield waits.found

@@ -7,27 +7,21 @@ from torch import Tensor
 
 
 class LossScale:
-    """The factor that keeps fp16 gradients above underflow; 1 and still for other precisions.
+    """The factor that keeps fp16 gradients above underflow.
 
     One factor and one decision for all ranks: they follow from the global gradient norm. Both stay on the
     device, so that no step waits for the host to hear of the one before.
     """
 
-    def __init__(
-        self, device: torch.device, start: float | None = None, *, growth_interval: int = 2000
-    ) -> None:
-        """Begin with `start`; None for a factor of 1 that stays."""
-        self.is_dynamic = start is not None
+    def __init__(self, device: torch.device, start: float, *, growth_interval: int = 2000) -> None:
         self.growth_interval = growth_interval
-        self.value = torch.tensor(1.0 if start is None else start, device=device)
+        self.value = torch.tensor(start, device=device)
         """[] fp32."""
         self.good_steps = torch.zeros((), dtype=torch.int64, device=device)
         """[] int64: steps since the last change."""
 
     def update(self, finite: Tensor) -> None:
         """Halve if not `finite` ([] bool): an overflow; double after `growth_interval` good steps."""
-        if not self.is_dynamic:
-            return
         good_steps = torch.where(finite, self.good_steps + 1, 0)
         grows = good_steps == self.growth_interval
         self.value = torch.where(finite, torch.where(grows, self.value * 2, self.value), self.value / 2)
