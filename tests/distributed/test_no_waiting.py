@@ -43,8 +43,7 @@ def reads_of(kind: str, engine: str, accumulation: int, scaled: bool) -> list[st
     return reads(step)
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(("accumulation", "scaled"), [(1, True), (2, False)])
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])
 @pytest.mark.parametrize("kind", ["clip", "siglip", "coca", "resnet"])
 def test_a_step_reads_nothing_of_the_device(
