@@ -24,9 +24,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardclip.models.dual_encoder import DualEncoder, Encoded
 from shardclip.models.losses.caption import caption_cross_entropy, count_targets
-from shardclip.models.losses.gather import GlobalBatch, RankCounts, duplicate_rate, gather
+from shardclip.models.losses.gather import GlobalBatch, duplicate_rate, gather, pair_rows
 from shardclip.models.packing import PackedTexts
 from shardclip.models.transfer import sent
+from shardclip.training.agreement import Totals, told
 from shardclip.training.arriving import Arriving
 from shardclip.training.data.batch import Batch
 from shardclip.training.distributed import Processes
@@ -39,33 +40,6 @@ from shardclip.training.update import Update, overshoot
 
 SCALE_BOUNDS = (0.0, math.log(100.0))
 """Bounds of the logarithm of the scale, as in the CLIP paper (https://arxiv.org/abs/2103.00020, 2.5)."""
-
-
-@dataclass(frozen=True)
-class Totals:
-    """What the whole batch holds, over ranks and micro-batches: the same on every rank."""
-
-    ranks: RankCounts
-    """The samples and sides that each rank holds."""
-    target_tokens: int
-    text_tokens: int
-    """Token ids that the text tower has to compute: without padding where it is packed."""
-    ready: bool
-    """Whether every rank has a batch."""
-    stop: bool
-    """Whether any rank was asked to stop."""
-    save: bool
-    """Whether any rank wants a checkpoint after this step."""
-
-    @property
-    def samples(self) -> int:
-        """Samples of all ranks."""
-        return sum(self.ranks.samples)
-
-    @property
-    def pairs(self) -> int:
-        """Samples of all ranks that have both sides."""
-        return sum(self.ranks.pairs)
 
 
 @dataclass
@@ -149,19 +123,10 @@ class TrainingStep:
             save: whether this rank wants a checkpoint after the step.
         """
         held = [0] * 6 if batch is None else self._holdings(batch)
-        own = torch.tensor([*held, int(batch is not None), self.processes.stop.flag(), int(save)])
-        told = own
-        if self.processes.is_distributed:
-            told = own.new_empty(self.processes.world_size * len(own))
-            dist.all_gather_single(told, own)
-        columns = told.view(-1, len(own)).T.tolist()
-        counts, (targets, tokens, ready, stop, wish) = columns[:4], columns[4:]
-        return Totals(
-            RankCounts(*map(tuple, counts)), sum(targets), sum(tokens), all(ready), any(stop), any(wish)
-        )
+        return told(held, self.processes, ready=batch is not None, save=save)
 
     def _holdings(self, batch: Batch) -> list[int]:
-        pairs = int(torch.isin(batch.image_sample, batch.text_sample).sum())
+        pairs = len(pair_rows(batch.image_sample, batch.text_sample, batch.samples)[0])
         targets = count_targets(batch.texts[:, 1:], self.pad_id) if self.objective.is_captioning else 0
         mark = self.encoder.end_mark
         tokens = batch.texts.numel() if mark is None else int(mark.lengths(batch.texts).sum())
@@ -359,8 +324,7 @@ class _Pass:
         if not self._has_pair:
             blank = torch.zeros(1, dtype=torch.int64, device=device)
             return blank, blank
-        equal = self.batch.image_sample[:, None] == self.batch.text_sample[None, :]
-        image_rows, text_rows = equal.nonzero(as_tuple=True)
+        image_rows, text_rows = self._real_pairs
         return sent(image_rows, device), sent(text_rows, device)
 
     @property
@@ -371,8 +335,12 @@ class _Pass:
         return labels if self._has_pair else torch.full_like(labels, self.step.pad_id)
 
     @cached_property
+    def _real_pairs(self) -> tuple[Tensor, Tensor]:
+        return pair_rows(self.batch.image_sample, self.batch.text_sample, self.batch.samples)
+
+    @property
     def _has_pair(self) -> bool:
-        return bool(torch.isin(self.batch.image_sample, self.batch.text_sample).any())
+        return len(self._real_pairs[0]) > 0
 
     def real_images(self, out: Encoded) -> Tensor:
         """The image features without the blank row."""

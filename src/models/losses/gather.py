@@ -133,12 +133,11 @@ def gather(
             f"{len(image_features)} images with {len(image_sample)} sample numbers, "
             f"{len(text_features)} texts with {len(text_sample)}"
         )
-    device, (rank, world_size) = image_features.device, _place(group)
-    pair_images, pair_texts = _pairs(image_sample, text_sample, len(caption_id))
+    device, (rank, _) = image_features.device, _place(group)
+    pair_images, pair_texts = pair_rows(image_sample, text_sample, len(caption_id))
     if counts is None:
-        local = torch.tensor([[len(image_sample), len(text_sample), len(caption_id), len(pair_images)]])
-        table = _gather_rows(sent(local, device), [1] * world_size, group).tolist()
-        counts = RankCounts(*zip(*table, strict=True))
+        local = (len(image_sample), len(text_sample), len(caption_id), len(pair_images))
+        counts = _exchanged_counts(local, device, group)
     image_start, text_start = sum(counts.images[:rank]), sum(counts.texts[:rank])
 
     samples = torch.arange(len(caption_id), device=caption_id.device) + sum(counts.samples[:rank])
@@ -188,8 +187,19 @@ def _place(group: ProcessGroup | None) -> tuple[int, int]:
     return 0, 1
 
 
-def _pairs(image_sample: Tensor, text_sample: Tensor, samples: int) -> tuple[Tensor, Tensor]:
-    """The rows of the local images that have a text, and the rows of those texts, [p] int64 each."""
+def _exchanged_counts(local: tuple[int, ...], device: torch.device, group: ProcessGroup | None) -> RankCounts:
+    table = _gather_rows(sent(torch.tensor([local]), device), [1] * _place(group)[1], group).tolist()
+    return RankCounts(*zip(*table, strict=True))
+
+
+def pair_rows(image_sample: Tensor, text_sample: Tensor, samples: int) -> tuple[Tensor, Tensor]:
+    """The rows of the images that have a text, and the rows of those texts, [p] int64 each.
+
+    Args:
+        image_sample: [I] int64: the sample (0 .. `samples` - 1) of each image; no sample has two.
+        text_sample: [T] int64: the same for the texts.
+        samples: how many there are.
+    """
     rows = torch.full([samples], -1, device=text_sample.device)
     rows[text_sample] = torch.arange(len(text_sample), device=text_sample.device)
     text_of_image = rows[image_sample]
