@@ -140,10 +140,7 @@ def gather(
         counts = _exchanged_counts(local, device, group)
     image_start, text_start = sum(counts.images[:rank]), sum(counts.texts[:rank])
 
-    samples = torch.arange(len(caption_id), device=caption_id.device) + sum(counts.samples[:rank])
-    # Hashes of captions are not negative: a negative id belongs to one sample and meets no other.
-    captions = torch.where(caption_id == -1, -2 - samples, caption_id)
-    ids = torch.stack([samples, captions], dim=1)
+    ids = _ids(caption_id, sum(counts.samples[:rank]))
     of_images, of_texts = sent(ids[image_sample], device), sent(ids[text_sample], device)
     image_ids, text_ids = _gather_sides(of_images, of_texts, counts.images, counts.texts, group)
     return GlobalBatch(
@@ -185,6 +182,13 @@ def _place(group: ProcessGroup | None) -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(group), dist.get_world_size(group)
     return 0, 1
+
+
+def _ids(caption_id: Tensor, first: int) -> Tensor:
+    """[B, 2] int64: number over all ranks, counted from `first`, and caption of each sample."""
+    samples = torch.arange(len(caption_id), device=caption_id.device) + first
+    # Hashes of captions are not negative: a negative id belongs to one sample and meets no other.
+    return torch.stack([samples, torch.where(caption_id == -1, -2 - samples, caption_id)], dim=1)
 
 
 def _exchanged_counts(local: tuple[int, ...], device: torch.device, group: ProcessGroup | None) -> RankCounts:
