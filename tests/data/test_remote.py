@@ -18,11 +18,12 @@ from shardclip.errors import UserError
 from shardclip.training.data import remote
 from shardclip.training.data.config import DataConfig
 from shardclip.training.data.counting import count_remote, total
+from shardclip.training.data.doctor import bytes_of
 from shardclip.training.data.doctor import main as doctor
 from shardclip.training.data.finite import pairs
 from shardclip.training.data.image_input import ImageInput
 from shardclip.training.data.loader import TrainLoader, merge_states, train_loader
-from shardclip.training.data.remote import RemoteShard
+from shardclip.training.data.remote import RemoteShard, open_stream
 
 SPEC = ImageInput(size=SIZE)
 WANTED = {"image": ("png",), "text": ("txt",)}
@@ -78,6 +79,12 @@ def web(tmp_path: Path) -> Iterator[str]:
     server.server_close()
 
 
+def after_its_end(stream: Any) -> Any:
+    """The output of a command that has ended; it must fit into a pipe."""
+    stream.pipe.proc.wait()
+    return stream
+
+
 def test_shards_are_dealt_whole_and_an_epoch_is_all_of_them(piped: str) -> None:
     batches = read([loader(piped, 3)], 10)
     for epoch in (batches[:5], batches[5:]):
@@ -126,12 +133,17 @@ def test_http_and_compressed_and_fsspec_give_the_same(tmp_path: Path, web: str) 
     assert seen[0] == seen[1] == seen[2]
 
 
-def test_a_cut_connection_is_noticed_tried_again_and_counted(tmp_path: Path, web: str, caplog: Any) -> None:
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_cut_connection_is_noticed_tried_again_and_counted(
+    tmp_path: Path, web: str, caplog: Any, monkeypatch: pytest.MonkeyPatch, ended: bool
+) -> None:
+    """The same samples arrive whether curl has failed before the first byte is read or goes on meanwhile."""
     write_tar(tmp_path / "cut.tar", [member for n in range(20) for member in sample(n)])
+    if ended:
+        monkeypatch.setattr(remote, "open_stream", lambda url: after_its_end(open_stream(url)))
     shard = RemoteShard(f"{web}/cut.tar", WANTED, "first-dot", retries=1, pause=0)
     found = list(shard.samples())
-    assert 1 < len(found) < 20
-    assert [raw.key for raw in found[:-1]] == [f"cut.tar:{n:06d}" for n in range(len(found) - 1)]
+    assert [raw.key for raw in found[:-1]] == [f"cut.tar:{n:06d}" for n in range(12)]
     assert found[-1].problem == "shard cannot be read to its end"
     assert "attempt 2 of 2" in caplog.text
 
@@ -177,6 +189,14 @@ def test_a_failure_in_the_middle_repeats_and_loses_nothing(
 def test_missing_shards_end_the_run_with_the_address(web: str) -> None:
     with pytest.raises(UserError, match=r"3 remote shards in a row could not be read.*/0000\d\.tar.*exit 22"):
         read([loader(f"{web}/{{00000..00009}}.tar", 1)], 1)
+
+
+@pytest.mark.parametrize("command", ["cat", "exec cat"])
+def test_a_command_whose_beginning_is_enough_has_not_failed(tmp_path: Path, command: str) -> None:
+    """Some shells become the command, so that it is itself that a closed pipe ends."""
+    (tmp_path / "large.tar").write_bytes(bytes(2**20))
+    assert bytes_of(f"pipe:{command} {tmp_path}/large.tar") == -1
+    assert "exit 3" in str(bytes_of("pipe:exit 3"))
 
 
 def test_the_number_of_samples_is_read_beside_the_shards_or_counted(

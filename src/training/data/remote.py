@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import logging
+import signal
 import tarfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import IO, Protocol, TypeVar, cast
+from typing import IO, TYPE_CHECKING, Protocol, TypeVar, cast
 
 from shardclip.errors import UserError
 from shardclip.training.data.index import SampleKey, split_name
 from shardclip.training.data.ranges import file_system, store_errors
 from shardclip.training.data.sources import RawSample, is_local
+
+if TYPE_CHECKING:
+    from webdataset.gopen import Pipe
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +45,32 @@ class Readable(Protocol):
 
     def close(self) -> None:
         """Let go of it."""
+
+
+class Output:
+    """All that a command prints, and only at its end whether it failed.
+
+    webdataset's pipe asks for the exit status after each read, and raises in place of handing over what it
+    has just read: where a broken shard ends would hang on which of the two processes was faster.
+    """
+
+    def __init__(self, pipe: Pipe) -> None:
+        self.pipe = pipe
+        # A shell that has become its command ends by the signal itself where webdataset expects 128 more.
+        pipe.ignore_status.append(-signal.SIGPIPE)
+
+    def read(self, size: int = -1) -> bytes:
+        """Up to `size` bytes of the output, none at its end."""
+        content: bytes = self.pipe.stream.read(size)
+        return content
+
+    def close(self) -> None:
+        """Wait for the command.
+
+        Raises:
+            OSError: it ended with an exit status that says that it failed.
+        """
+        self.pipe.close()
 
 
 class Checked:
@@ -85,7 +115,7 @@ def open_stream(url: str) -> Readable:
     if url.startswith(OPENED_BY_WEBDATASET):
         from webdataset.gopen import gopen
 
-        return gopen(url, "rb")
+        return Output(gopen(url, "rb"))
     if is_local(url):
         return open(url.removeprefix("file://"), "rb")
     with store_errors():
