@@ -8,10 +8,9 @@ in the mean, log-normal, 3 % over the limit), model, batch, precision (fp32), wo
 process, in turns. Both log every step; the time of a step is that between their lines, the first ones apart.
 
 `decode_limited` is a model so small that it waits for pictures; `model_limited` is a ViT-B/32 of fewer and
-narrower layers that hardly waits. `of_bare_towers` is the latter over forward, backward and fused AdamW of
-its towers on ready batches of the same captions, packed, without a loss. `time_to_first_step` is from the
-command to the end of the first step, with the small model. Two processes share the global batch and the two
-cores of one process with two threads.
+narrower layers that hardly waits. `of_bare_towers` is the latter over its towers alone (bare_towers.py), a
+few steps of each in turns. `time_to_first_step` is from the command to the end of the first step, with the
+small model. Two processes share the global batch and the two cores of one process with two threads.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ import argparse
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from statistics import median
 
 import numpy as np
-from report import Row, compared, in_child, in_turns, parser, show
+from report import Row, compared, in_turns, parser, show
 from shards import caption, caption_words, photograph, write_shard
 
 CONTEXT, SIDE, SHARDS = 77, 224, 4
@@ -132,13 +131,18 @@ def common_flags(folder: Path, case: Case, processes: int = 1) -> list[str]:
     return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
 
 
+def our_command(folder: Path, case: Case, runs: str | Path, processes: int = 1) -> list[str]:
+    """`shardclip train` with a folder for its runs."""
+    command = [sys.executable, "-m", "shardclip", "train", *common_flags(folder, case, processes)]
+    return [*command, "--output-dir", str(runs), "--name", "run"]
+
+
 def ours(folder: Path, case: Case, *more: str, processes: int = 1, threads: int = 1) -> Seen:
     """One run of `shardclip train`."""
+    if processes > 1:
+        more = (*more, "--nproc", str(processes))
     with tempfile.TemporaryDirectory(dir=folder) as runs:
-        flags = [*common_flags(folder, case, processes), "--output-dir", runs, "--name", "run", *more]
-        if processes > 1:
-            flags += ["--nproc", str(processes)]
-        return watched([sys.executable, "-m", "shardclip", "train", *flags], case, threads)
+        return watched([*our_command(folder, case, runs, processes), *more], case, threads)
 
 
 def peer(folder: Path, case: Case, python: str) -> Seen:
@@ -148,17 +152,21 @@ def peer(folder: Path, case: Case, python: str) -> Seen:
         return watched([python, "-m", "open_clip_train.main", *flags], case, threads=1)
 
 
+def started(command: list[str], threads: int, alone: bool = False) -> subprocess.Popen[str]:
+    """A command whose lines are read as they come; `alone`: it and its children are a group of their own."""
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.Popen(command, text=True, env=environment, start_new_session=alone, **output)
+
+
 def watched(command: list[str], case: Case, threads: int) -> Seen:
     """Run a trainer to its end and note when each line of a step appears.
 
     Raises:
         RuntimeError: it failed, or did not log the steps that were asked for.
     """
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
     began = time.perf_counter()
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-    )
+    process = started(command, threads)
     assert process.stdout is not None
     lines, steps, losses, phases = [], [], [], {}
     for line in process.stdout:
@@ -176,40 +184,37 @@ def watched(command: list[str], case: Case, threads: int) -> Seen:
     return seen
 
 
-def towers_seconds(folder: Path, case: Case) -> float:
-    """Seconds of forward, backward and fused AdamW of the towers, mean over batches that lie ready."""
-    import torch
+class Paced:
+    """A process that prints a line after each step, and stands still except while it is asked for some."""
 
-    from shardclip.models import factory
-    from shardclip.models.factory import ModelSpec
-    from shardclip.training.data.config import DataConfig
-    from shardclip.training.data.image_input import ImageInput, normalise
-    from shardclip.training.data.loader import train_loader
+    def __init__(self, command: list[str], line: re.Pattern[str]) -> None:
+        self._command, self._line = command, line
 
-    torch.set_num_threads(1)
-    image_input = ImageInput(size=(SIDE, SIDE))
-    spec = ModelSpec(case.name, case.model_cfg, {"size": SIDE})
-    model = factory.build(spec, seed=0)
-    data = DataConfig(train_data=data_of(folder), workers=0)
-    tokenize = factory.tokenizer(spec)
-    batches = train_loader(data, image_input, tokenize, batch_size=case.batch, rank=0, world_size=1, seed=0)
-    # Those that a run takes, so that they have the same tokens.
-    drawn = list(islice(batches, case.warmup + case.steps))
-    ready = [
-        (normalise(batch.images, image_input), model.text_input(batch.texts, torch.device("cpu")))
-        for batch in drawn
-    ]
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    began = 0.0
-    for number, (images, texts) in enumerate(ready):
-        if number == case.warmup:
-            began = time.perf_counter()
-        out = model(images, texts)
-        features = [out.image_features, out.text_features]
-        torch.autograd.backward(features, [torch.ones_like(side) for side in features])
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    return (time.perf_counter() - began) / case.steps
+    def __enter__(self) -> Paced:
+        self._process = started(self._command, threads=1, alone=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.communicate()
+
+    def seconds(self, steps: int) -> float:
+        """Seconds of a step, the mean over the next `steps`.
+
+        Raises:
+            RuntimeError: the process ended before.
+        """
+        assert self._process.stdout is not None
+        os.killpg(self._process.pid, signal.SIGCONT)
+        began, left, said = time.perf_counter(), steps, ""
+        while left:
+            line = self._process.stdout.readline()
+            if not line:
+                raise RuntimeError(f"{' '.join(self._command[1:4])} ended too soon: {said.strip()}")
+            left, said = left - bool(self._line.search(line)), line
+        seconds = time.perf_counter() - began
+        os.killpg(self._process.pid, signal.SIGSTOP)
+        return seconds / steps
 
 
 def against_peer(folder: Path, chosen: argparse.Namespace) -> tuple[list[Row], dict[str, float]]:
@@ -243,17 +248,23 @@ def against_peer(folder: Path, chosen: argparse.Namespace) -> tuple[list[Row], d
 
 
 def bare_towers(folder: Path, chosen: argparse.Namespace) -> Row:
-    """End to end over the bare towers, on the same tokens."""
+    """End to end over the bare towers, on the same tokens, a few steps of each in turns: the pace of a shared
+    machine differs more from one minute to the next than the two sides do."""
     _, case = cases(chosen.quick)
+    turns, each = 4 * chosen.repeats, 3
+    steps = case.warmup + turns * each
+    # One more than are measured: a line comes when the step after it has begun.
+    whole = our_command(folder, replace(case, warmup=0, steps=steps + 1), folder / "runs")
+    towers = [sys.executable, str(Path(__file__).with_name("bare_towers.py")), str(folder)]
+    towers += ["--steps", str(steps), *["--quick"] * chosen.quick]
     try:
-        whole, bare = in_turns(
-            lambda: ours(folder, case).step,
-            lambda: in_child(towers_seconds, folder, case),
-            repeats=chosen.repeats,
-        )
+        with Paced(whole, STEP_LINE) as trainer, Paced(towers, re.compile("^step$")) as bare:
+            trainer.seconds(case.warmup)
+            bare.seconds(case.warmup)
+            seconds = in_turns(lambda: trainer.seconds(each), lambda: bare.seconds(each), repeats=turns)
     except RuntimeError as error:
         return Row("of_bare_towers", "samples/s", "higher", 0.95, reason=str(error))
-    rates = ([case.batch / seconds for seconds in side] for side in (whole, bare))
+    rates = ([case.batch / step for step in side] for side in seconds)
     return compared("of_bare_towers", "samples/s", *rates, better="higher", reach=0.95)
 
 
