@@ -20,6 +20,7 @@ from shardclip.training.objective import Objective, ObjectiveConfig
 from shardclip.training.optimizer import clean_name
 from shardclip.training.parallel import ParallelConfig, parallelize
 from shardclip.training.step import TrainingStep
+from shardclip.training.update import Update
 
 
 class Recorder(torch.optim.SGD):
@@ -68,7 +69,7 @@ def training_step(
     return TrainingStep(
         laid,
         Objective(objective or ObjectiveConfig(siglip=spec.is_sigmoid), spec),
-        optimizer([p for p in laid.module.parameters() if p.requires_grad]),
+        Update(optimizer([p for p in laid.module.parameters() if p.requires_grad]), processes.device),
         processes,
         pixels=pixels,
         blank_text=tiny.blank_text(),
@@ -103,6 +104,6 @@ def gradients(step: TrainingStep) -> dict[str, Tensor]:
     names = [clean_name(n) for n, p in step.engine.module.named_parameters() if p.requires_grad]
     return {
         name: whole(gradient)
-        for name, gradient in zip(names, step.optimizer.gradients, strict=True)  # type: ignore[attr-defined]
+        for name, gradient in zip(names, step.update.optimizer.gradients, strict=True)  # type: ignore[attr-defined]
         if gradient is not None
     }

@@ -32,6 +32,7 @@ from shardclip.training.data.batch import Batch
 from shardclip.training.objective import Objective, ObjectiveConfig
 from shardclip.training.parallel import ParallelConfig, parallelize
 from shardclip.training.step import TrainingStep
+from shardclip.training.update import Update
 
 SIZE, LENGTH, LOCAL_BATCH = 64, 16, 4
 BYTES_PER_PARAMETER = 16
@@ -67,7 +68,7 @@ def training_step(model: ModelSpec, engine: str) -> TrainingStep:
     return TrainingStep(
         laid,
         Objective(ObjectiveConfig(), model),
-        torch.optim.AdamW(laid.module.parameters(), fused=True),
+        Update(torch.optim.AdamW(laid.module.parameters(), fused=True), processes.device),
         processes,
         pixels=pixels,
         blank_text=blank,
@@ -96,7 +97,7 @@ def measure(rank: int, ranks: int, engine: str, quick: bool, folder: str) -> Non
     step = training_step(spec(256, 4) if quick else spec(1024, 12), engine)
     step(batch())
     states: list[int] = []
-    step.optimizer.register_step_pre_hook(lambda *_: states.append(resident("RssAnon") - before))
+    step.update.optimizer.register_step_pre_hook(lambda *_: states.append(resident("RssAnon") - before))
     step(batch())
     most = torch.tensor([states[0], resident("VmHWM")])
     dist.all_reduce(most, dist.ReduceOp.MAX)

@@ -91,7 +91,7 @@ class _Loop:
                 self._save()
                 break
             with self.meter.timing("step"):
-                lr = run.schedule.apply(run.step.optimizer, self.progress["samples"])
+                lr = run.schedule.apply(run.step.update.optimizer, self.progress["samples"])
                 result = run.step(batch, totals)
                 # The step before: a device had the time of this one's queueing to finish it.
                 self._settle()

@@ -38,6 +38,7 @@ from shardclip.training.schedule import Schedule, build_schedule
 from shardclip.training.step import TrainingStep
 from shardclip.training.teacher import build_teacher
 from shardclip.training.throughput import PairFlops, forward_flops
+from shardclip.training.update import Update
 
 log = logging.getLogger(__name__)
 
@@ -174,10 +175,10 @@ def start_run(config: TrainConfig, folder: Path, processes: Processes) -> Run:
         place = config.remote.checkpoint_dir or folder / "checkpoints"
         checkpoints = Checkpoints(place, config.checkpoint, processes, remote=config.remote)
         _resume(checkpoints, state, loader, length, configuration.as_dict(config))
+    update = Update(optimizer, processes.device, config.optimizer.grad_clip_norm, scaler)
     step = _training_step(
-        config, spec, image_input, engine, objective, optimizer, processes,
-        blank_text=blank_text, loss_scale=scaler, teacher=teacher,
-    )  # fmt: skip
+        config, spec, image_input, engine, objective, update, processes, blank_text, teacher
+    )
     schedule = build_schedule(
         config.optimizer,
         total_samples=length.samples,
@@ -232,25 +233,21 @@ def _training_step(
     image_input: ImageInput,
     engine: Engine,
     objective: Objective,
-    optimizer: torch.optim.Optimizer,
+    update: Update,
     processes: Processes,
-    *,
     blank_text: Tensor,
-    loss_scale: LossScale | None,
     teacher: DualEncoder | None,
 ) -> TrainingStep:
     return TrainingStep(
         engine,
         objective,
-        optimizer,
+        update,
         processes,
         pixels=lambda images: normalise(images, image_input),
         blank_text=blank_text,
         blank_image=torch.zeros(1, 3, *image_input.size, dtype=torch.uint8, device=processes.device),
         pad_id=factory.pad_id(spec),
         accumulation=config.run.accum_freq,
-        max_norm=config.optimizer.grad_clip_norm,
-        loss_scale=loss_scale,
         teacher=teacher,
     )
 

@@ -31,12 +31,11 @@ from shardclip.training.agreement import Totals, told
 from shardclip.training.arriving import Arriving
 from shardclip.training.data.batch import Batch
 from shardclip.training.distributed import Processes
-from shardclip.training.loss_scale import LossScale
 from shardclip.training.objective import Objective, Teacher
-from shardclip.training.optimizer import clean_name, gradient_norm
+from shardclip.training.optimizer import clean_name
 from shardclip.training.parallel import Engine
 from shardclip.training.statistics import batch_norms, statistics_kept
-from shardclip.training.update import Update, overshoot
+from shardclip.training.update import Update
 
 SCALE_BOUNDS = (0.0, math.log(100.0))
 """Bounds of the logarithm of the scale, as in the CLIP paper (https://arxiv.org/abs/2103.00020, 2.5)."""
@@ -67,7 +66,7 @@ class TrainingStep:
 
     engine: Engine
     objective: Objective
-    optimizer: torch.optim.Optimizer
+    update: Update
     processes: Processes
     pixels: Callable[[Tensor], Tensor]
     """uint8 images [I, 3, H, W] to what the image tower wants."""
@@ -77,13 +76,9 @@ class TrainingStep:
     """[1, 3, H, W] uint8: stands in where a micro-batch has no image."""
     pad_id: int = 0
     accumulation: int = 1
-    max_norm: float | None = None
-    loss_scale: LossScale | None = None
-    """Of fp16 gradients; None for 1."""
     teacher: DualEncoder | None = None
 
     def __post_init__(self) -> None:
-        self.update = Update(self.optimizer, self.processes.device)
         module = self.engine.module
         self.encoder = cast(
             DualEncoder, module.module if isinstance(module, DistributedDataParallel) else module
@@ -101,9 +96,7 @@ class TrainingStep:
         """
         totals = totals or self.agree(batch)
         losses, rate = self._gradients(batch.split(self.accumulation), totals)
-        parameters = self._drop_unused(totals)
-        norm = self._update(parameters)
-        self.optimizer.zero_grad(set_to_none=True)
+        norm = self.update(self._drop_unused(totals))
         with torch.no_grad():
             scalars = self.engine.module(clamp_scale=SCALE_BOUNDS)
         return StepResult(
@@ -186,7 +179,7 @@ class TrainingStep:
 
     def _backward(self, out: Encoded, current: _Pass, leaves: _Leaves, last: bool, totals: Totals) -> Tensor:
         """Backward of one micro-batch; its share of the caption loss."""
-        loss_scale = 1.0 if self.loss_scale is None else self.loss_scale.value
+        loss_scale = 1.0 if self.update.loss_scale is None else self.update.loss_scale.value
         factor = self.engine.gradient_divisor * loss_scale
         # Scale and bias get the global gradient on every rank, once: equal values, which averaging keeps.
         once = loss_scale if last else 0.0
@@ -218,21 +211,6 @@ class TrainingStep:
             if totals.pairs == 0 or (only_captions and totals.target_tokens == 0):
                 parameter.grad = None
         return [parameter for _, parameter in named]
-
-    def _update(self, parameters: Sequence[nn.Parameter]) -> Tensor:
-        """Move the weights by their gradients, unless those are not finite; the gradients' norm, []."""
-        norm = gradient_norm(parameters)
-        finite, divisor = norm.isfinite(), None
-        if self.loss_scale is not None:
-            divisor = self.loss_scale.value
-            norm = norm / divisor
-        if self.max_norm is not None:
-            excess = overshoot(norm, self.max_norm)
-            divisor = excess if divisor is None else divisor * excess
-        self.update(parameters, finite, divisor)
-        if self.loss_scale is not None:
-            self.loss_scale.update(finite)
-        return norm
 
     def culprits(self, batch: Batch) -> list[str]:
         """Keys of this rank's samples whose features alone are not finite; every rank calls it."""

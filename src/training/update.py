@@ -7,12 +7,14 @@ next step without waiting for the norm. For any other optimizer it has to know.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
-from shardclip.training.optimizer import scale_gradients
+from shardclip.training.loss_scale import LossScale
+from shardclip.training.optimizer import gradient_norm, scale_gradients
 
 
 def overshoot(norm: Tensor, max_norm: float) -> Tensor:
@@ -20,28 +22,46 @@ def overshoot(norm: Tensor, max_norm: float) -> Tensor:
     return ((norm + 1e-6) / max_norm).clamp(min=1.0)
 
 
+@dataclass
 class Update:
     """An optimizer whose step a gradient that is not finite holds back."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-        """`device`: where the norm of the gradient is known."""
-        self.optimizer = optimizer
-        self.device = device
+    optimizer: torch.optim.Optimizer
+    device: torch.device
+    """Where the norm of the gradient is known."""
+    max_norm: float | None = None
+    """The gradient's norm is clipped to this."""
+    loss_scale: LossScale | None = None
+    """Of fp16 gradients; None for 1."""
 
-    def __call__(self, parameters: Sequence[nn.Parameter], finite: Tensor, divisor: Tensor | None) -> None:
-        """Divide the gradients by `divisor` and make the optimizer's step, if `finite` is true.
+    def __call__(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+        """Move the weights by their gradients and let go of those; every rank calls it.
 
         Args:
             parameters: those that the optimizer updates.
-            finite: [] bool, the same on every rank.
-            divisor: [] fp32, the same on every rank; None for 1.
+
+        Returns:
+            [] fp32, the same on every rank: the norm of the whole gradient, neither scaled nor clipped. The
+            weights and the optimizer's state are as they were if it is not finite.
         """
+        norm = gradient_norm(parameters)
+        finite, divisor = norm.isfinite(), None
+        if self.loss_scale is not None:
+            divisor = self.loss_scale.value
+            norm = norm / divisor
+        if self.max_norm is not None:
+            excess = overshoot(norm, self.max_norm)
+            divisor = excess if divisor is None else divisor * excess
         if self.is_told_on_device:
             self._tell(finite, divisor)
         elif bool(finite):
             if divisor is not None:
                 scale_gradients(parameters, 1 / divisor)
             self.optimizer.step()
+        if self.loss_scale is not None:
+            self.loss_scale.update(finite)
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
 
     @cached_property
     def is_told_on_device(self) -> bool:

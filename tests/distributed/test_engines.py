@@ -121,7 +121,7 @@ def run_modes(name: str, modes: list[Mode]) -> dict[Mode, Seen]:
         step = step_of(name, mode, fsdp_shard_size=hsdp_size(mode))
         losses = train(step)
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        state = TrainState(step.engine.module, step.optimizer)
+        state = TrainState(step.engine.module, step.update.optimizer)
         keys = {key for key in to_tensors(state, step.processes.rank) if not key.startswith("rng.")}
         stray = stray_parameters(step.engine.module) if mode.engine in ("fsdp", "hsdp") else []
         seen[mode] = Seen(losses, keys, stray, graphs)

@@ -38,8 +38,8 @@ def reads_of(kind: str, engine: str, accumulation: int, scaled: bool) -> list[st
     step = training_step(
         kind, engine, fused_adamw, batch_norm_over_ranks=True, grad_checkpointing=accumulation > 1
     )
-    step.accumulation, step.max_norm = accumulation, 0.5
-    step.loss_scale = LossScale(step.processes.device, 1024.0) if scaled else None
+    step.accumulation, step.update.max_norm = accumulation, 0.5
+    step.update.loss_scale = LossScale(step.processes.device, 1024.0) if scaled else None
     return reads(step)
 
 

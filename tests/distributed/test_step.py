@@ -23,6 +23,7 @@ from shardclip.training.objective import Objective, ObjectiveConfig
 from shardclip.training.optimizer import clean_name
 from shardclip.training.parallel import ParallelConfig, parallelize
 from shardclip.training.step import TrainingStep, _Pass
+from shardclip.training.update import Update
 
 ENGINES = ("ddp", "fsdp", "hsdp")
 PAIRED = list(range(4))
@@ -89,7 +90,7 @@ def dtypes_under(engine: str, precision: str) -> dict[str, set[str]]:
     step = training_step("siglip", engine, adamw, precision=precision)
     out = step.engine.module(*_inputs(step))
     result = step(own_batch(step))
-    state = [value for entry in step.optimizer.state.values() for value in entry.values()]
+    state = [value for entry in step.update.optimizer.state.values() for value in entry.values()]
     return {
         "weights": {str(p.dtype) for p in step.engine.module.parameters()},
         "moments": {str(value.dtype) for value in state},
@@ -140,14 +141,14 @@ def poison_rank_1(step: TrainingStep) -> None:
 
 def overflow(offload: bool) -> dict[str, Any]:
     step = training_step("clip", "fsdp", sgd, fsdp_cpu_offload=offload)
-    step.loss_scale = LossScale(step.processes.device, 1024.0)
+    step.update.loss_scale = LossScale(step.processes.device, 1024.0)
     step(own_batch(step))
     before, original = weights(step), step._drop_unused
     poison_rank_1(step)
     result = step(own_batch(step))
     step._drop_unused = original  # type: ignore[method-assign]
     same = all(torch.equal(value, before[name]) for name, value in weights(step).items())
-    scale = float(step.loss_scale.value)
+    scale = float(step.update.loss_scale.value)
     step(own_batch(step))
     changed = any(not torch.equal(value, before[name]) for name, value in weights(step).items())
     return {"skipped": result.skipped, "same": same, "scale": scale, "changed": changed}
@@ -193,8 +194,8 @@ def fp16_gradients(engine: str) -> list[float]:
     found = []
     for scale in (1.0, 4096.0):
         step = training_step("clip", engine)
-        step.loss_scale = None if scale == 1.0 else LossScale(step.processes.device, scale)
-        step.max_norm = 0.5
+        step.update.loss_scale = None if scale == 1.0 else LossScale(step.processes.device, scale)
+        step.update.max_norm = 0.5
         result = step(own_batch(step))
         found.append((gradients(step), float(result.gradient_norm)))
     (plain, norm), (scaled, scaled_norm) = found
@@ -318,14 +319,14 @@ def steps_without_pairs(engine: str) -> dict[str, Any]:
     step = training_step("clip", engine, adamw)
     step(own_batch(step))
     before = weights(step)
-    counts = [float(entry["step"]) for entry in step.optimizer.state.values()]
+    counts = [float(entry["step"]) for entry in step.update.optimizer.state.values()]
     rank = step.processes.rank
     for _ in range(3):
         result = step(tiny.batch([], PAIRED, 4, first=4 * rank))
     after = weights(step)
     return {
         "same": all(torch.equal(after[name], before[name]) for name in after),
-        "counts": counts == [float(entry["step"]) for entry in step.optimizer.state.values()],
+        "counts": counts == [float(entry["step"]) for entry in step.update.optimizer.state.values()],
         "loss": float(result.losses["loss"]),
         "skipped": result.skipped,
     }
@@ -350,7 +351,7 @@ def locked_run(engine: str) -> dict[str, Any]:
         "drift": [name for name in frozen if not torch.equal(after[name], before[name])],
         "still": [n for n in after if n not in frozen and torch.equal(after[n], before[n])],
         "gradients": sum(p.grad is not None for p in step.engine.module.parameters() if not p.requires_grad),
-        "states": len(step.optimizer.state) == len(after) - len(frozen),
+        "states": len(step.update.optimizer.state) == len(after) - len(frozen),
         "losses": losses,
     }
 
@@ -377,7 +378,7 @@ class Curves(NamedTuple):
 
 def twenty_steps(engine: str, optimizer: str, precision: str = "fp32") -> tuple[Curves, dict[str, Tensor]]:
     step = training_step("clip", engine, sgd if optimizer == "sgd" else adamw, precision=precision)
-    step.max_norm = 1.0
+    step.update.max_norm = 1.0
     world_size, rank = step.processes.world_size, step.processes.rank
     seen = []
     for seed in range(20):
@@ -511,11 +512,10 @@ def with_an_idle_layer(engine: str) -> dict[str, Any]:
         source=source if processes.is_primary else None,
         blank_text=tiny.blank_text(),
     )
-    optimizer = adamw(list(laid.module.parameters()))
     step = TrainingStep(
         laid,
         Objective(ObjectiveConfig(), spec),
-        optimizer,
+        Update(adamw(list(laid.module.parameters())), processes.device),
         processes,
         pixels=lambda images: images.float() / 255 - 0.5,
         blank_text=tiny.blank_text(),

@@ -46,8 +46,8 @@ def test_a_step_does_not_synchronise(
         kind, engine, fused_adamw, batch_norm_over_ranks=True, device=device, precision=precision,
         grad_checkpointing=accumulation > 1,
     )  # fmt: skip
-    step.accumulation, step.max_norm = accumulation, 0.5
-    step.loss_scale = LossScale(device, 1024.0) if precision == "amp" else None
+    step.accumulation, step.update.max_norm = accumulation, 0.5
+    step.update.loss_scale = LossScale(device, 1024.0) if precision == "amp" else None
     for _ in range(3):
         # DDP lays out its buckets anew after the first steps.
         step(batch())
@@ -86,7 +86,7 @@ def test_the_gradient_is_that_of_the_cpu(
 @pytest.mark.parametrize("engine", ["none", "fsdp"])
 def test_a_gradient_that_is_not_finite_changes_nothing(device: torch.device, engine: str) -> None:
     step = training_step("clip", engine, fused_adamw, device=device)
-    step.loss_scale = LossScale(device, 1024.0)
+    step.update.loss_scale = LossScale(device, 1024.0)
     step(batch())
     before, counts = weights(step), _counts(step)
     healthy = step.pixels
@@ -96,7 +96,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(device: torch.device, eng
     assert step.culprits(batch()) == ["sample-1", "sample-2", "sample-3"]
     assert all(torch.equal(value, before[name]) for name, value in weights(step).items())
     assert _counts(step) == counts
-    assert float(step.loss_scale.value) == 512.0
+    assert float(step.update.loss_scale.value) == 512.0
     step.pixels = healthy
     assert not step(batch()).skipped
     assert any(not torch.equal(value, before[name]) for name, value in weights(step).items())
@@ -108,4 +108,4 @@ def _relative_error(value: Tensor, expected: Tensor) -> float:
 
 def _counts(step: TrainingStep) -> list[float]:
     """Updates that the optimizer has made of each parameter."""
-    return [float(state["step"]) for state in step.optimizer.state.values()]
+    return [float(state["step"]) for state in step.update.optimizer.state.values()]

@@ -28,6 +28,7 @@ from shardclip.training.planning import PlanConfig, plan, simulation
 from shardclip.training.planning.extrapolation import numbers, predict, with_depths
 from shardclip.training.planning.simulation import World, measure, simulated
 from shardclip.training.step import TrainingStep
+from shardclip.training.update import Update
 
 SMALL: dict[str, Any] = {
     "embed_dim": 32,
@@ -182,7 +183,7 @@ def _run_steps(model_cfg: dict[str, Any], words: list[str]) -> None:
     step = TrainingStep(
         engine,
         Objective(settings.objective, spec),
-        build_optimizer(engine.module, planned, settings.optimizer),
+        Update(build_optimizer(engine.module, planned, settings.optimizer), processes.device),
         processes,
         pixels=lambda images: normalise(images, ImageInput(size=(size, size))),
         blank_text=blank,
