@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-NOT_BENCHMARKS = ("all", "report", "shards")
+NOT_BENCHMARKS = ("all", "report", "shards", "bare_towers")
 LONGEST = ("train", "loader", "fsdp_memory")
 """Those that are begun first, so that of two at a time none is left running alone for long."""
 WITH_PEER = ("loader", "train")
