@@ -55,5 +55,5 @@ class Finished:
 
     def __init__(self, folder: Path, words: list[str], world_size: int = 2) -> None:
         with Launched(folder, torchrun_environments(world_size), cli.main, words) as launched:
-            self.codes = launched.end(300)
+            self.codes = launched.end()
             self.said = launched.all_said

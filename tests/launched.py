@@ -13,6 +13,9 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+HANG_SECONDS = 900
+"""A test gives up after so long. It ends hangs alone: a busy machine makes minutes of what takes seconds."""
+
 _context = multiprocessing.get_context("forkserver")
 _LAUNCHERS = ("SLURM", "TORCHELASTIC", "SHARDCLIP", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
 
@@ -58,11 +61,11 @@ class Launched:
             process.kill()
             process.join()
 
-    def end(self, seconds: float = 60.0) -> list[int | None]:
-        """The exit codes of all, -n after signal n; None for one that still runs after `seconds`."""
+    def end(self) -> list[int | None]:
+        """The exit codes of all, -n after signal n; None for one that hangs."""
         pending = {process.sentinel for process in self.processes}
         while pending:
-            ended = wait(list(pending), seconds)
+            ended = wait(list(pending), HANG_SECONDS)
             if not ended:
                 break
             pending -= set(ended)  # type: ignore[arg-type]

@@ -2,8 +2,8 @@
 
 `RankPool(n).run(function, *args)` calls `function(*args)` on n processes joined by gloo and returns the n
 results in rank order. Processes are forked from a server that has imported torch, open_clip and the training
-loop once, so a pool starts in well under a second. A case that raises on any rank, or takes too long, ends
-the pool's processes; the next case gets new ones.
+loop once, so a pool starts in well under a second. A case that raises on any rank, or hangs, ends the
+pool's processes; the next case gets new ones.
 """
 
 import multiprocessing
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from launched import HANG_SECONDS
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "open_clip", "shardclip.training.loop"])
@@ -32,7 +33,7 @@ def _serve(rank: int, world_size: int, rendezvous: str, pipe: Connection) -> Non
         init_method=f"file://{rendezvous}",
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=HANG_SECONDS),
     )
     while (call := pipe.recv()) is not None:
         function, args = call
@@ -63,7 +64,7 @@ class RankPool:
             self._processes.append(process)
             self._pipes.append(ours)
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """`function(*args)` on every rank; the results in rank order.
 
         `function` must be importable (defined at the top level of a test module) and its arguments and
@@ -77,9 +78,9 @@ class RankPool:
         failure: str | None = None
         pending = dict(zip(self._pipes, range(self.world_size), strict=True))
         while pending and failure is None:
-            ready = wait(list(pending), timeout)
+            ready = wait(list(pending), HANG_SECONDS)
             if not ready:
-                failure = f"ranks {sorted(pending.values())} gave no answer in {timeout} s"
+                failure = f"ranks {sorted(pending.values())} gave no answer in {HANG_SECONDS} s"
             for pipe in ready:
                 rank = pending.pop(pipe)  # type: ignore[index]
                 try:

@@ -195,7 +195,7 @@ def run(folder: Path, function: Callable[..., int], what: Any, world_size: int =
     output = folder / "output"
     output.mkdir(exist_ok=True)
     with Launched(output, environments, function, str(folder), what) as launched:
-        assert launched.end(300) == [0] * world_size, f"{what}\n{launched.all_said}"
+        assert launched.end() == [0] * world_size, f"{what}\n{launched.all_said}"
 
 
 @pytest.fixture(scope="module")

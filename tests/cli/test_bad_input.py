@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from data.shards import write_tar
+from launched import HANG_SECONDS
 from PIL import Image
 
 from commands import Finished, small_run
@@ -93,7 +94,7 @@ def test_b62_plain_torchrun_hands_our_flags_over(tmp_path: Path) -> None:
     words = ["train", *small_run(tmp_path), "--dataset-type", "synthetic", "--lock-imag"]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     result = subprocess.run(
-        [*command, "-m", "shardclip", *words], capture_output=True, text=True, timeout=120
+        [*command, "-m", "shardclip", *words], capture_output=True, text=True, timeout=HANG_SECONDS
     )
     assert result.returncode != 0
     assert "ambiguous" not in result.stderr

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from launched import HANG_SECONDS
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import DTensor
 from train_states import TINY, different, load_latest, open_checkpoints, resumed, state_of, step, whole
@@ -243,7 +244,7 @@ def snapshot_while_training_goes_on(folder: Path) -> tuple[list[str], list[str],
     write = PublishingWriter.write_data
 
     def write_late(self: PublishingWriter, *args: Any) -> Any:
-        assert changed.wait(60)
+        assert changed.wait(HANG_SECONDS)
         return write(self, *args)
 
     PublishingWriter.write_data = write_late  # type: ignore[method-assign]

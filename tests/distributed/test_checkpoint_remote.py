@@ -9,7 +9,7 @@ from typing import Any
 
 import fsspec
 import pytest
-from launched import Launched
+from launched import HANG_SECONDS, Launched
 from train_states import different, load_latest, open_checkpoints, state_of, step, whole
 from upath import UPath
 
@@ -35,7 +35,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 
 def open_mirrored(folder: Path, url: str, **config: Any) -> Checkpoints:
-    remote = RemoteConfig(remote_sync=url, remote_sync_patience=60.0)
+    remote = RemoteConfig(remote_sync=url, remote_sync_patience=HANG_SECONDS)
     return Checkpoints(folder, CheckpointConfig(**config), distributed.current(), remote)
 
 
@@ -178,7 +178,7 @@ def test_a_run_keeps_its_checkpoints_in_a_bucket_and_is_exported_from_there(
     words = ["train", *small_run(tmp_path), "--dataset-type", "synthetic", "--checkpoint-dir", url]
     for more in ([], ["--resume", "latest", "--epochs", "2", "--override"]):
         with Launched(tmp_path, [environment], cli.main, [*words, *more]) as run:
-            assert run.end(300) == [0], run.all_said
+            assert run.end() == [0], run.all_said
     assert f"resumed {url}/samples-000000000016" in run.all_said
     assert RemoteFolder(url).published() == ["samples-000000000016", "samples-000000000032"]
     assert not (tmp_path / "runs" / "first" / "checkpoints").exists()
@@ -212,7 +212,7 @@ def test_a_store_that_does_not_answer_does_not_hold_the_end(
     remote = Stuck()
     mirror = Mirror(tmp_path, remote)
     mirror.update()
-    assert remote.asked.wait(60)
+    assert remote.asked.wait(HANG_SECONDS)
     assert not mirror.close(patience=0.0)
     assert "the run ends without" in caplog.text
     threads = [thread for thread in threading.enumerate() if thread.name == "remote-sync"]

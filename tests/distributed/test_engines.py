@@ -169,17 +169,17 @@ def test_every_engine_has_the_curve_and_the_keys_of_one_process(ranks, name: str
 def test_recompute_and_compile_change_nothing_under_any_engine(ranks, name: str) -> None:
     expected = reference_of(ranks, name)
     alone = [Mode("none", *flags) for flags in product((False, True), (False, True))]
-    compare(name, ranks(1).run(run_modes, name, alone, timeout=300.0), expected)
-    compare(name, ranks(2).run(run_modes, name, PRODUCT, timeout=300.0), expected)
+    compare(name, ranks(1).run(run_modes, name, alone), expected)
+    compare(name, ranks(2).run(run_modes, name, PRODUCT), expected)
     in_pairs = [Mode("hsdp"), Mode("hsdp", recompute=True)]
-    compare(name, ranks(4).run(run_modes, name, in_pairs, timeout=300.0), expected)
+    compare(name, ranks(4).run(run_modes, name, in_pairs), expected)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", sorted(set(towers.SHIPPED) - set(FAMILIES)))
 def test_recompute_and_compile_together_change_nothing_under_any_engine(ranks, name: str) -> None:
     modes = [Mode(engine, recompute=True, compiled=True) for engine in ("ddp", "fsdp", "hsdp")]
-    compare(name, ranks(2).run(run_modes, name, modes, timeout=300.0), reference_of(ranks, name))
+    compare(name, ranks(2).run(run_modes, name, modes), reference_of(ranks, name))
 
 
 def still(name: str) -> list[str]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from evaluation import small
+from launched import HANG_SECONDS
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -206,7 +207,7 @@ def read_slowly(kind: str) -> int:
                 turns += 1
         return turns
     finally:
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=60), world)
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=HANG_SECONDS), world)
 
 
 @pytest.mark.long

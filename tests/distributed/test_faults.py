@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from disturbed import disturbed
-from launched import Launched, torchrun_environments
+from launched import HANG_SECONDS, Launched, torchrun_environments
 from torch.distributed.checkpoint import filesystem
 from train_states import different, load_latest, open_checkpoints, resumed, save, state_of, step, whole
 
@@ -57,7 +57,7 @@ class Struck:
         words = eight_steps(folder, "run", 2, "--resume", "latest", "--workers", workers, *flags)
         arguments = (words, (what, phase, step), stalled)
         with Launched(folder, torchrun_environments(2), disturbed, *arguments) as run:
-            self.codes = run.end(300)
+            self.codes = run.end()
             self.said = [run.said(0), run.said(1)]
         assert "struck at" in self.said[1], run.all_said
         newest = published(folder / "runs" / "run" / "checkpoints")[-1:]
@@ -154,7 +154,7 @@ def test_a_launcher_that_restarts_a_killed_run_goes_on_from_the_latest(
         str(Path(__file__).parents[1]),
         *words,
     ]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=HANG_SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "struck at" in done.stdout
     assert re.search(r"resumed \S+samples-000000000016: ", done.stdout)

@@ -155,7 +155,7 @@ def _two_launchers(folder: Path, *command: str) -> str:
     config = LaunchConfig(nproc=1, nnodes=2, rdzv_endpoint=f"127.0.0.1:{free_port()}")
     environments = [{"NODE": name, "SLURMD_NODENAME": name, "HOSTNAME": name} for name in ("a", "b")]
     with Launched(folder, environments, _launch, config, *command) as run:
-        assert run.end(300) == [0, 0], run.all_said
+        assert run.end() == [0, 0], run.all_said
         return run.all_said
 
 
@@ -212,7 +212,7 @@ def test_the_workers_code_and_message_come_out_once(
     tmp_path: Path, work: str, what: str, code: int, said: str
 ) -> None:
     with Launched(tmp_path, [{}], _launch, LaunchConfig(nproc=2, max_restarts=3), work, what) as run:
-        assert run.end(90) == [code]
+        assert run.end() == [code]
         assert run.said(0).count(said) == (2 if what == "signal" else 1)
         assert "elastic" not in run.said(0)
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from launched import Launched, free_port, torchrun_environments
+from launched import HANG_SECONDS, Launched, free_port, torchrun_environments
 
 from shardclip.errors import UserError
 from shardclip.training import failure
@@ -24,7 +24,7 @@ from shardclip.training.fetching import Stoppable
 from shardclip.training.signals import StopRequest, stop_on_signals
 from shardclip.training.worker import run_worker
 
-CPU = DistributedConfig(device="cpu", dist_start_minutes=1, dist_timeout_minutes=1)
+CPU = DistributedConfig(device="cpu")
 ALLOCATION = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 STEP = {
     **ALLOCATION,
@@ -135,9 +135,7 @@ def test_b22_tasks_of_a_step_meet_by_its_node_list(tmp_path: Path) -> None:
 
 
 def _wait_for_nobody() -> int:
-    return run_worker(
-        lambda processes: 0, DistributedConfig(device="cpu", dist_start_minutes=0.02, dist_timeout_minutes=1)
-    )
+    return run_worker(lambda processes: 0, DistributedConfig(device="cpu", dist_start_minutes=0.02))
 
 
 def test_b22_a_rank_whose_peers_were_never_started_says_so(tmp_path: Path) -> None:
@@ -155,7 +153,7 @@ def test_there_is_no_gpu_to_ask_for(tmp_path: Path) -> None:
 
 def _ask_for_a_gpu() -> int:
     torch.cuda.is_available = lambda: False
-    return run_worker(lambda processes: 0, DistributedConfig(device="cuda", dist_start_minutes=1))
+    return run_worker(lambda processes: 0, DistributedConfig(device="cuda"))
 
 
 # -- agreeing
@@ -250,13 +248,13 @@ def _fail_at_step_3(how: str, victim: int, here_is_remote: bool = False) -> int:
 
     if here_is_remote:
         failure._process_namespace = lambda: ""
-    return run_worker(work, DistributedConfig(device="cpu", dist_timeout_minutes=1, dist_lost_seconds=2))
+    return run_worker(work, DistributedConfig(device="cpu", dist_lost_seconds=2))
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_an_error_on_one_rank_ends_all_and_is_reported_once(tmp_path: Path, victim: int) -> None:
     with Launched(tmp_path, torchrun_environments(2), _fail_at_step_3, "error", victim) as run:
-        assert run.end(30) == [EXIT_FAILURE] * 2
+        assert run.end() == [EXIT_FAILURE] * 2
         assert run.all_said.count("ValueError: broken") == 1
         assert f"rank {victim} (host " in run.said(0)
         assert "failed in phase train, step 3, samples a.tar:0007:" in run.said(0)
@@ -264,7 +262,7 @@ def test_an_error_on_one_rank_ends_all_and_is_reported_once(tmp_path: Path, vict
 
 def test_a_mistake_found_on_one_rank_ends_all_with_its_message_alone(tmp_path: Path) -> None:
     with Launched(tmp_path, torchrun_environments(2), _fail_at_step_3, "mistake", 1) as run:
-        assert run.end(30) == [EXIT_USER] * 2
+        assert run.end() == [EXIT_USER] * 2
         assert run.said(0).endswith("shardclip: a.tar is broken\n")
         assert run.said(1) == ""
 
@@ -278,14 +276,14 @@ def _all_see_the_mistake() -> int:
 
 def test_a_mistake_found_on_all_ranks_is_printed_once(tmp_path: Path) -> None:
     with Launched(tmp_path, torchrun_environments(2), _all_see_the_mistake) as run:
-        assert run.end(30) == [EXIT_USER] * 2
+        assert run.end() == [EXIT_USER] * 2
         assert run.all_said.count("no such shard") == 1
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_ends_the_others(tmp_path: Path, victim: int) -> None:
     with Launched(tmp_path, torchrun_environments(2), _fail_at_step_3, "SIGKILL", victim) as run:
-        codes = run.end(30)
+        codes = run.end()
         assert codes[victim] == -signal.SIGKILL
         assert codes[1 - victim] == EXIT_FAILURE
         # With rank 0 gone its store is too, so rank 1 can only say that.
@@ -306,7 +304,7 @@ def test_processes_that_are_started_again_do_not_see_what_ended_the_first(tmp_pa
 
 def test_a_silent_rank_on_another_host_ends_the_others(tmp_path: Path) -> None:
     with Launched(tmp_path, torchrun_environments(2), _fail_at_step_3, "SIGSTOP", 1, True) as run:
-        run.processes[0].join(30)
+        run.processes[0].join(HANG_SECONDS)
         assert run.processes[0].exitcode == EXIT_FAILURE
         assert "no sign of life for 2 seconds" in run.said(0)
 
@@ -337,7 +335,7 @@ def _stalled() -> Any:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_b25_a_signal_to_one_rank_stops_all_while_a_loader_stalls(tmp_path: Path, number: int) -> None:
     with Launched(tmp_path, torchrun_environments(2), _stop_when_rank_1_is_told, number) as run:
-        assert run.end(30) == [EXIT_REQUEUE] * 2
+        assert run.end() == [EXIT_REQUEUE] * 2
         assert f"stops with None {signal.Signals(number).name} on rank 1" in run.said(0)
         assert "stops with 0" in run.said(1)
 
@@ -369,7 +367,7 @@ def test_a_signal_tells_those_who_listen() -> None:
     stop.tell(noticed.set)
     with stop_on_signals(stop):
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert noticed.wait(10)
+        assert noticed.wait(HANG_SECONDS)
     assert stop.reason == "SIGUSR1"
 
 

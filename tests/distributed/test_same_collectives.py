@@ -43,7 +43,7 @@ def counted(words: list[str], folder: Path) -> int:
 def test_b02_every_phase_has_the_same_collectives_on_both_ranks(tmp_path: Path) -> None:
     words = run_of_three_epochs(tmp_path, "--fsdp")
     with Launched(tmp_path, torchrun_environments(2), counted, words, tmp_path) as run:
-        assert run.end(300) == [0, 0], run.all_said
+        assert run.end() == [0, 0], run.all_said
     first, second = (json.loads((tmp_path / f"counts-{rank}.json").read_text()) for rank in range(2))
     assert first == second
     phases = [phase for phase, *_ in first]
@@ -66,6 +66,6 @@ def test_b03_an_evaluation_twice_as_long_as_the_time_limit_of_collectives(
     limit = 10
     words = run_of_three_epochs(tmp_path, engine, "--epochs", "1", "--dist-timeout-minutes", str(limit / 60))
     with Launched(tmp_path, torchrun_environments(2), delayed, words, "validation", 2.0 * limit) as run:
-        assert run.end(300) == [0, 0], run.all_said
+        assert run.end() == [0, 0], run.all_said
     (result,) = rows(tmp_path, "first", "results.jsonl")
     assert result["num_samples"] == 12

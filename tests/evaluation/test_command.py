@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from evaluation import small
-from launched import Launched, torchrun_environments
+from launched import HANG_SECONDS, Launched, torchrun_environments
 
 from shardclip.cli import main
 from shardclip.errors import UserError
@@ -162,7 +162,7 @@ def test_the_example_script_on_two_processes(folder: Path, expected: list[Result
         [sys.executable, *command, str(folder / "run"), str(folder / "labelled")],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG_SECONDS,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert ran.returncode == 0, ran.stderr

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from launched import HANG_SECONDS
 from torch import Tensor
 
 from shardclip.errors import UserError
@@ -139,5 +140,7 @@ print(figures["image_to_text_R@1"], figures["text_to_image_mean_rank"])
 @pytest.mark.long
 def test_b56_thirty_thousand_pairs_in_bounded_memory():
     # The limit counts from what an interpreter with torch takes: its libraries alone map more than 1.5 GB.
-    ran = subprocess.run([sys.executable, "-c", LIMITED], capture_output=True, text=True, timeout=300)
+    ran = subprocess.run(
+        [sys.executable, "-c", LIMITED], capture_output=True, text=True, timeout=HANG_SECONDS
+    )
     assert ran.stdout.splitlines() == ["the whole matrix does not fit", "1.0 1.0"], ran.stderr

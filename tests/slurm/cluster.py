@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from launched import HANG_SECONDS
+
 # A requeued job waits for as long as credentials live, two minutes by default, and for the scheduler.
 CONFIGURATION = """
 ClusterName=test
@@ -66,7 +68,7 @@ class Cluster:
         subprocess.run(["slurmctld", "-f", configuration], check=True)
         for node in ("n1", "n2"):
             subprocess.run(["slurmd", "-f", configuration, "-N", node], check=True)
-        self.until(lambda: self.run("sinfo", "-h", "-o", "%T") == "idle", 60)
+        self.until(lambda: self.run("sinfo", "-h", "-o", "%T") == "idle")
 
     def stop(self) -> None:
         """Cancel what runs and end what `start` started."""
@@ -86,7 +88,7 @@ class Cluster:
             cwd=cwd,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=HANG_SECONDS,
         )
         assert done.returncode == 0, f"{' '.join(command)}: {done.stdout}{done.stderr}"
         return done.stdout.strip()
@@ -100,15 +102,15 @@ class Cluster:
         shown = self.run("scontrol", "show", "job", "--oneliner", job)
         return dict(re.findall(r"(\w+)=(\S+)", shown))
 
-    def until(self, condition: Callable[[], bool], seconds: float) -> None:
+    def until(self, condition: Callable[[], bool]) -> None:
         """Ask every half second; SLURM has nobody to wait on."""
-        end = time.monotonic() + seconds
+        end = time.monotonic() + HANG_SECONDS
         while not condition():
-            assert time.monotonic() < end, f"{condition} did not come true in {seconds} s"
+            assert time.monotonic() < end, f"{condition} did not come true in {HANG_SECONDS} s"
             time.sleep(0.5)
 
-    def finished(self, job: str, seconds: float) -> dict[str, str]:
+    def finished(self, job: str) -> dict[str, str]:
         """Wait for the end of a job; what SLURM then says of it."""
         ends = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-        self.until(lambda: self.job(job)["JobState"] in ends, seconds)
+        self.until(lambda: self.job(job)["JobState"] in ends)
         return self.job(job)

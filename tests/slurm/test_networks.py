@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from launched import HANG_SECONDS
 
 pytestmark = pytest.mark.slurm
 
@@ -92,7 +93,7 @@ def test_two_machines_meet_by_the_address_of_one(
             )
         )
     try:
-        said = [launcher.communicate(timeout=180)[0] for launcher in launchers]
+        said = [launcher.communicate(timeout=HANG_SECONDS)[0] for launcher in launchers]
     finally:
         for launcher in launchers:
             launcher.kill()
