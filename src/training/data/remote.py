@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import signal
 import tarfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import IO, TYPE_CHECKING, Protocol, TypeVar, cast
+from typing import IO, TYPE_CHECKING, Any, Protocol, Self, TypeVar, cast
 
 from shardclip.errors import UserError
 from shardclip.training.data.index import SampleKey, split_name
@@ -123,6 +124,26 @@ def open_stream(url: str) -> Readable:
         return system.open(path, "rb", block_size=STREAM_BYTES, cache_type="readahead")
 
 
+class Member(tarfile.TarInfo):
+    """A member of a tar that only its end mark ends: tarfile takes a bad or cut header for the end too."""
+
+    @classmethod
+    def fromtarfile(cls, tar: tarfile.TarFile) -> Self:
+        """The member whose header comes next.
+
+        Raises:
+            EOFHeaderError: the end mark comes next.
+            ReadError: neither comes next.
+        """
+        try:
+            return super().fromtarfile(tar)
+        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
+            raise
+        except tarfile.HeaderError as error:
+            where = tar.offset  # type: ignore[attr-defined]
+            raise tarfile.ReadError(f"neither a member nor the end at byte {where}: {error}") from error
+
+
 class RemoteShard:
     """The samples of one shard in the order in which they lie there."""
 
@@ -189,32 +210,42 @@ class RemoteShard:
             raise
         stream.finish()
 
-    def _keys(self) -> Iterator[str]:
-        """One reading from the front of the samples' keys; a sample is members of one key in a row."""
-        last = ""
-        with self._opened() as stream, tarfile.open(fileobj=cast(IO[bytes], stream), mode="r|*") as tar:
+    def _members(self) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:
+        """One reading from the front of the wanted members, each with the open tar that stands at it."""
+        # webdataset's iteration opens the tar itself and takes no class of members, so that it would end
+        # without a word where a header is damaged or the connection was cut.
+        with (
+            self._opened() as stream,
+            tarfile.open(fileobj=cast(IO[bytes], stream), mode="r|*", tarinfo=Member) as tar,
+        ):
             while (member := tar.next()) is not None:
                 tar.members = []  # type: ignore[attr-defined]  # the list would grow with the shard
-                if not member.isfile() or not self._select(member.name):
-                    continue
-                key = self._split(member.name)[0]
-                if key != last:
-                    yield key
-                last = key
+                if member.isfile() and self._select(member.name):
+                    yield tar, member
+
+    def _keys(self) -> Iterator[str]:
+        """One reading from the front of the samples' keys; a sample is members of one key in a row."""
+        for key, _ in itertools.groupby(self._split(member.name)[0] for _, member in self._members()):
+            yield key
 
     def _read(self) -> Iterator[RawSample]:
-        """One reading from the front. webdataset iterates over the tar and groups its members."""
-        from webdataset.tariterators import group_by_keys, tar_file_expander
+        """One reading from the front. webdataset groups the members: a sample is whole, and is given, when
+        the next one or the tar's end has come."""
+        from webdataset.tariterators import group_by_keys
 
-        with self._opened() as stream:
-            files = tar_file_expander([{"url": self.url, "stream": stream}], select_files=self._select)
-            for sample in group_by_keys(files, keys=self._split, handler=_note):
-                raw = RawSample(f"{short_name(self.url)}:{sample['__key__']}")
-                for role, suffixes in self._wanted.items():
-                    found = [sample[suffix] for suffix in suffixes if suffix in sample]
-                    if found:
-                        raw.parts[role] = found[0]
-                yield raw
+        for sample in group_by_keys(self._files(), keys=self._split, handler=_note):
+            raw = RawSample(f"{short_name(self.url)}:{sample['__key__']}")
+            for role, suffixes in self._wanted.items():
+                found = [sample[suffix] for suffix in suffixes if suffix in sample]
+                if found:
+                    raw.parts[role] = found[0]
+            yield raw
+
+    def _files(self) -> Iterator[dict[str, Any]]:
+        """The wanted members with their content, as webdataset hands them on."""
+        for tar, member in self._members():
+            content = cast(IO[bytes], tar.extractfile(member)).read()
+            yield {"fname": member.name, "data": content, "__url__": self.url}
 
     def _select(self, name: str) -> bool:
         """Whether a member is read at all."""
