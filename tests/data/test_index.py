@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from shards import sample, write_shards, write_tar
+from shards import picture, sample, write_shards, write_tar
 
 from shardclip.errors import UserError
 from shardclip.training import distributed
@@ -175,3 +175,14 @@ def test_doctor_says_which_host_cannot_read_the_data(ranks: Any, tmp_path: Path)
     assert "00002.tar on host1" in told[1]
     assert "No such file" in told[1]
     assert out_of_reach([("host0", {"a": 1}), ("host1", {})]) == ["a on host1: not there"]
+
+
+def test_doctor_takes_the_settings_of_tables(tmp_path: Path, capsys: Any) -> None:
+    """Those that the message of a column that is not there names."""
+    (tmp_path / "0.png").write_bytes(picture(0))
+    table = tmp_path / "data.csv"
+    table.write_text("picture^words^class\n0.png^a dog^3\n", encoding="utf-8")
+    words = [str(table), "--sheet", str(tmp_path / "sheet.png"), "--csv-separator", "^"]
+    words += ["--csv-img-key", "picture", "--csv-caption-key", "words", "--csv-label-key", "class"]
+    assert doctor(words) == 0
+    assert "columns read: picture, words" in capsys.readouterr().out

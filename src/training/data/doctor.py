@@ -32,6 +32,17 @@ from shardclip.training.worker import run_worker
 SHEET = 6
 """Pictures along a side of the sheet."""
 SIDE = 160
+SETTINGS = (
+    "image-key",
+    "text-key",
+    "json-text-key",
+    "csv-separator",
+    "csv-img-key",
+    "csv-caption-key",
+    "csv-label-key",
+    "sample-key",
+)
+"""How the data is to be read, as for training: what a message asks for can be given."""
 
 
 @dataclass
@@ -276,7 +287,7 @@ def main(argv: Sequence[str]) -> int:
         "--samples", type=int, default=512, help="samples of each source to decode (%(default)s)"
     )
     parser.add_argument("--sheet", type=Path, default=Path("data.png"), help="PNG of pictures with captions")
-    for name in ("image-key", "text-key", "json-text-key", "csv-img-key", "csv-caption-key", "sample-key"):
+    for name in SETTINGS:
         default = getattr(DataConfig, name.replace("-", "_"))
         parser.add_argument(f"--{name}", default=default, help="as for training (%(default)s)")
     options = vars(parser.parse_args(list(argv)))
