@@ -74,6 +74,21 @@ def test_quoted_cells_hold_separators_and_lines_and_a_missing_file_is_counted(tm
     assert set().union(*(batch.skipped for batch in batches)) == {"image file cannot be read"}
 
 
+def test_a_quote_that_is_not_closed_is_told_with_its_line(tmp_path: Path) -> None:
+    """Else the rest of the table would be one caption."""
+    data = table(tmp_path, ["plain", '"two\nlines"', '"Broken quote', "plain", "plain"])
+    with pytest.raises(UserError, match=r"data\.csv: a quote in the row that begins in line 5 is not closed"):
+        loader(data, 1)
+
+
+def test_quotes_within_a_cell_are_text_and_the_last_line_needs_no_end(tmp_path: Path) -> None:
+    data = Path(table(tmp_path, ['a 5" nail', '"so"called', '"whole"']))
+    data.write_bytes(data.read_bytes().rstrip())
+    batch = next(iter(loader(str(data), 3)))
+    expected = tokenize(['a 5" nail', "socalled", "whole"])
+    assert batch.texts.tolist() == expected[numbers(batch)].tolist()
+
+
 def test_parquet_reads_as_csv_does(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")

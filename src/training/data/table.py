@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -147,9 +147,37 @@ def _place(name: str, header: list[str], table: str, separator: str) -> int:
 
 def _read_column(table: str, separator: str, place: int) -> Column:
     with open(table, newline="", encoding="utf-8", errors="surrogateescape") as file:
-        rows = csv.reader(file, delimiter=separator)
-        next(rows)
-        return Column(row[place] if place < len(row) else None for row in rows if row)
+        rows = _rows(file, table, separator)
+        return Column(row[place] if place < len(row) else None for row in rows)
+
+
+def _rows(file: TextIO, table: str, separator: str) -> Iterator[list[str]]:
+    """The rows after the header, blank ones left out.
+
+    Raises:
+        UserError: a quote is not closed, which makes one cell of all that follows it.
+    """
+    ended = False
+
+    def lines() -> Iterator[str]:
+        nonlocal ended
+        yield from file
+        ended = True
+
+    rows = csv.reader(lines(), delimiter=separator)
+    begin = 1
+    try:
+        for row in rows:
+            if ended:  # csv asks for a line after the last one within a row only if a quote is open
+                raise csv.Error("the file ends inside it")
+            if row and begin > 1:
+                yield row
+            begin = rows.line_num + 1
+    except csv.Error as error:
+        raise UserError(
+            f"{table}: a quote in the row that begins in line {begin} is not closed ({error}). Close it, or, "
+            'if it belongs to the text, quote the whole cell and double it: "a ""quoted"" word".'
+        ) from error
 
 
 def _parquet_columns(table: str, names: tuple[str, str]) -> tuple[Column, Column]:
