@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from shards import sample, write_shards, write_tar
 
+from shardclip.training.data import remote
 from shardclip.training.data.remote import RemoteShard, Unreadable
 
 WANTED = {"image": ("png",), "text": ("txt",)}
@@ -88,3 +89,24 @@ def test_a_shard_of_nothing_is_whole(tmp_path: Path) -> None:
     shard = shard_of(write_tar(tmp_path / "a.tar", []))
     assert list(shard.samples()) == []
     assert shard.count() == 0
+
+
+def test_a_failure_is_told_in_words(tmp_path: Path) -> None:
+    shard = shard_of(f"{tmp_path}/gone.tar.gz")
+    list(shard.samples())
+    assert shard.failure == "No such file or directory"
+    write_shards(tmp_path, [4])
+    (tmp_path / "cut.tar.gz").write_bytes(gzip.compress((tmp_path / "00000.tar").read_bytes())[:300])
+    shard = shard_of(f"{tmp_path}/cut.tar.gz")
+    list(shard.samples())
+    assert shard.failure == "neither a member nor the end at byte 4096: truncated header"
+
+
+def test_a_failure_without_words_is_told_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent(url: str) -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr(remote, "open_stream", silent)
+    shard = shard_of("s3://somewhere/0.tar")
+    list(shard.samples())
+    assert shard.failure == "TimeoutError"

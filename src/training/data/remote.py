@@ -189,7 +189,7 @@ class RemoteShard:
             except UserError:
                 raise
             except (OSError, EOFError, tarfile.TarError, ValueError) as error:
-                self.failure = str(error.args[0] if error.args else error)
+                self.failure = _in_words(error)
                 log.warning(
                     "%s: %s (attempt %d of %d)", self.url, self.failure, attempt + 1, self._retries + 1
                 )
@@ -258,6 +258,12 @@ class RemoteShard:
         split = split_name(name, self._rule)
         assert split is not None
         return split
+
+
+def _in_words(error: Exception) -> str:
+    """What a failure says of itself, without the system's number for it; its name if it says nothing."""
+    words = error.strerror if isinstance(error, OSError) else None
+    return words or str(error) or type(error).__name__
 
 
 def _note(error: Exception) -> bool:
