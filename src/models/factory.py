@@ -260,6 +260,16 @@ def _initialise_decoder(model: nn.Module) -> None:
         nn.init.normal_(decoder.text_projection, std=decoder.text_projection.shape[0] ** -0.5)
 
 
+def _draw_patches_where_they_are(visual: nn.Module) -> None:
+    """Give the image tower timm's patch dropout: open_clip's draws on the CPU, and a GPU waits for that."""
+    from open_clip.transformer import PatchDropout as OnTheCpu
+    from timm.layers import PatchDropout
+
+    dropout = getattr(visual, "patch_dropout", None)
+    if isinstance(dropout, OnTheCpu):
+        visual.patch_dropout = PatchDropout(dropout.prob, int(dropout.exclude_first_token))
+
+
 @contextmanager
 def _quiet_open_clip() -> Iterator[None]:
     """Without the messages about the temporary folder: they would puzzle, and the run reports its own."""
@@ -328,6 +338,7 @@ def _weights_file(spec: ModelSpec, config: ModelConfig) -> Path:
 
 
 def _adopt(model: Any) -> DualEncoder:
+    _draw_patches_where_they_are(model.visual)
     bias = model.logit_bias
     is_meta = model.logit_scale.is_meta
     return DualEncoder(

@@ -92,6 +92,8 @@ class Processes:
     store: dist.Store | None = None
     """Small messages that need no collective; None for one process."""
     patience: timedelta = timedelta(minutes=180)
+    timeout: timedelta | None = None
+    """How long a collective may take in groups that are made of these processes; None for torch's choice."""
     position: Position = field(default_factory=Position)
     stop: StopRequest = field(default_factory=StopRequest)
     report_files: list[Path] = field(default_factory=list)
@@ -249,6 +251,7 @@ def start(config: DistributedConfig, stop: StopRequest | None = None) -> Iterato
         launch.host,
         None if store is None else dist.PrefixStore("shardclip", store.clone()),
         timedelta(minutes=config.dist_patience_minutes),
+        timedelta(minutes=config.dist_timeout_minutes),
         stop=stop or StopRequest(),
     )
     with processes.together("choosing a device"):
@@ -264,7 +267,7 @@ def start(config: DistributedConfig, stop: StopRequest | None = None) -> Iterato
             store=dist.PrefixStore("group", store),
             rank=processes.rank,
             world_size=processes.world_size,
-            timeout=timedelta(minutes=config.dist_timeout_minutes),
+            timeout=processes.timeout,
         )
     _introduce(processes, launch.note)
     try:

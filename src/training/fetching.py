@@ -7,6 +7,8 @@ import threading
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
+import torch
+
 from shardclip.training.signals import StopRequest
 
 T = TypeVar("T")
@@ -23,6 +25,7 @@ class Fetched(Generic[T]):
         self._items = items
         self._wanted: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         threading.Thread(target=self._fetch, name="fetching", daemon=True).start()
 
     def take(self, seconds: float | None = None) -> T | None:
@@ -45,6 +48,8 @@ class Fetched(Generic[T]):
         self._wanted.put(False)
 
     def _fetch(self) -> None:
+        if self._device is not None:
+            torch.cuda.set_device(self._device)  # a thread begins with the first GPU, which is another rank's
         while self._wanted.get():
             try:
                 self._answers.put((next(self._items), None))

@@ -10,14 +10,17 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from shardclip.training.distributed import Processes
 
 
-def materialize(model: nn.Module, device: torch.device) -> None:
-    """Give meta tensors memory on `device`, without values, and move the others there.
+def materialize(model: nn.Module, *, parameters: torch.device, buffers: torch.device) -> None:
+    """Give meta tensors memory on their device, without values, and move the others there.
 
     Not `to_empty`, which would empty those that have values too.
     """
-    model._apply(
-        lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
-    )
+
+    def placed(tensor: Tensor) -> Tensor:
+        device = parameters if isinstance(tensor, nn.Parameter) else buffers
+        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+
+    model._apply(placed)
 
 
 @torch.no_grad()

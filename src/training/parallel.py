@@ -190,7 +190,8 @@ def parallelize(
     sharded = kind in ("fsdp", "hsdp")
     units = lay_out(model, config, processes)
     device = torch.device("cpu") if config.fsdp_cpu_offload and sharded else processes.device
-    materialize(model, device)
+    # FSDP brings the parameters to where the towers compute, and leaves the buffers to us.
+    materialize(model, parameters=device, buffers=processes.device)
     if sharded and config.fsdp_cpu_offload:
         for scalar in _scalars(model):
             scalar.data = scalar.data.to(processes.device)
@@ -257,6 +258,10 @@ def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
 def _compile(model: DualEncoder, config: ParallelConfig) -> None:
     if not config.torchcompile:
         return
+    from torch._dynamo import config as dynamo
+
+    # It cuts graphs where DDP's buckets end, so that those are sent sooner. A block is small enough for one.
+    dynamo.optimize_ddp = False
     for _, tower in towers(model):
         for _, block in find_blocks(tower):
             block.compile(backend=config.torchcompile_backend, mode=config.torchcompile_mode)
@@ -287,9 +292,14 @@ def _mesh(kind: EngineKind, config: ParallelConfig, processes: Processes) -> Dev
     world, size = processes.world_size, shard_size(kind, config, processes)
     if size == world and kind != "hsdp":
         return init_device_mesh(processes.device.type, (world,), mesh_dim_names=("shard",))
-    return init_device_mesh(
+    mesh = init_device_mesh(
         processes.device.type, (world // size, size), mesh_dim_names=("replicate", "shard")
     )
+    if processes.timeout is not None:
+        # A mesh gives its groups torch's default, whatever the group of all ranks was given.
+        for group in mesh.get_all_groups():
+            dist.set_timeout(processes.timeout, group)
+    return mesh
 
 
 def _shard(model: DualEncoder, units: Sequence[Unit], config: ParallelConfig, mesh: DeviceMesh) -> None:

@@ -44,7 +44,7 @@ class Update:
             [] fp32, the same on every rank: the norm of the whole gradient, neither scaled nor clipped. The
             weights and the optimizer's state are as they were if it is not finite.
         """
-        norm = gradient_norm(parameters)
+        norm = gradient_norm(parameters).to(self.device, non_blocking=True)  # without gradients, a CPU's zero
         finite, divisor = norm.isfinite(), None
         if self.loss_scale is not None:
             divisor = self.loss_scale.value

@@ -52,6 +52,14 @@ def test_a_step_reads_nothing_of_the_device(
     assert ranks(2).run(reads_of, kind, engine, accumulation, scaled) == [[], []]
 
 
+def reads_with_patch_dropout() -> list[str]:
+    return reads(training_step("clip", "fsdp", fused_adamw, vision={"patch_dropout": 0.5}))
+
+
+def test_patches_are_drawn_on_the_device(ranks: Any) -> None:
+    assert ranks(2).run(reads_with_patch_dropout) == [[], []]
+
+
 def reads_with_nadam() -> list[str]:
     return reads(training_step("clip", "ddp", nadam))
 

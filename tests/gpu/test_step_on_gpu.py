@@ -58,6 +58,24 @@ def test_a_step_does_not_synchronise(
     assert not result.skipped
 
 
+def test_patch_dropout_does_not_synchronise(device: torch.device) -> None:
+    step = training_step("clip", "none", fused_adamw, device=device, vision={"patch_dropout": 0.5})
+    step(batch())
+    totals = step.agree(batch(seed=1))
+    with no_synchronisation():
+        step(batch(seed=1), totals)
+
+
+@pytest.mark.parametrize("kind", ["clip", "coca", "resnet"])
+def test_parameters_may_be_kept_on_the_host(device: torch.device, kind: str) -> None:
+    """Buffers (masks, running statistics) are where the towers compute all the same."""
+    step = training_step(kind, "fsdp", device=device, fsdp_cpu_offload=True, batch_norm_over_ranks=True)
+    assert {buffer.device.type for buffer in step.encoder.buffers()} <= {"cuda"}
+    here = training_step(kind, "none", batch_norm_over_ranks=True)
+    losses = [float(one(batch()).losses["loss"]) for one in (step, here)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
 def test_a_synchronisation_would_be_seen(device: torch.device) -> None:
     step = training_step("clip", "none", lambda p: torch.optim.NAdam(p, lr=1e-3), device=device)
     step(batch())

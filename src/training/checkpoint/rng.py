@@ -20,7 +20,7 @@ def rng_state() -> dict[str, Tensor]:
         "numpy": torch.tensor([*map(int, keys), position, has_gauss], dtype=torch.int64),
         "numpy_gauss": torch.tensor([cached_gauss], dtype=torch.float64),
     }
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():  # a run on the CPU leaves the GPUs of its machine alone
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 
@@ -34,5 +34,5 @@ def set_rng_state(state: dict[str, Tensor]) -> None:
     np.random.set_state(
         ("MT19937", np.array(keys, np.uint32), position, has_gauss, state["numpy_gauss"].item())
     )
-    if "cuda" in state and torch.cuda.is_available():
+    if "cuda" in state and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(state["cuda"])

@@ -31,13 +31,13 @@ class Snapshot:
             return self._copies
         for key, tensor in tensors.items():
             _local(self._copies[key]).copy_(_local(tensor), non_blocking=True)
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
+        if _on_gpu(tensors):
+            torch.cuda.synchronize()
         return self._copies
 
 
 def _stage(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    on_gpu = torch.cuda.is_available()
+    on_gpu = _on_gpu(tensors)
     options = StagingOptions(
         use_pinned_memory=on_gpu,
         use_shared_memory=False,
@@ -47,6 +47,10 @@ def _stage(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     staged = DefaultStager(options).stage(dict(tensors))
     assert isinstance(staged, dict)
     return staged
+
+
+def _on_gpu(tensors: Mapping[str, Tensor]) -> bool:
+    return any(_local(tensor).is_cuda for tensor in tensors.values())
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:

@@ -159,7 +159,10 @@ class PublishingWriter(FileSystemWriter):
         state: dict[str, Any],
         after_publish: Callable[[], None],
     ) -> None:
-        super().__init__(str(partial), overwrite=False, sync_files=isinstance(partial, Path))
+        # Copies ahead are for tensors on a GPU, and wait for what that computes. Ours are copies on the CPU.
+        super().__init__(
+            str(partial), overwrite=False, sync_files=isinstance(partial, Path), per_thread_copy_ahead=0
+        )
         self.fs, self.path = file_system(partial)  # type: ignore[assignment]
         self._folder, self._partial, self._name = folder, partial, name
         self._after_publish = after_publish
