@@ -64,6 +64,7 @@ def test_unreadable_json_is_left_out(content: bytes, reason: str) -> None:
         {"aug_cfg": ("gray_scale_prop=0.2",)},
         {"aug_cfg": ("color_jitter_prob=0.8",)},
         {"aug_cfg": ("color_jitter_prob=0.8", "color_jitter=0.4")},
+        {"aug_cfg": ("use_timm=True", "re_prob=0.9")},
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused(settings: dict[str, Any]) -> None:

@@ -185,3 +185,11 @@ def test_a_bomb_is_refused_from_its_header(exact: bool) -> None:
 def test_augmentations_beyond_the_crop_take_open_clips_transform() -> None:
     assert isinstance(training_decoder(SPEC, {"scale": (0.5, 1.0)}, False, LIMIT), Fast)
     assert not isinstance(training_decoder(SPEC, {"gray_scale_prob": 0.2}, False, LIMIT), Fast)
+
+
+def test_a_mistake_in_the_steps_is_no_bad_picture() -> None:
+    """timm's erasing wants tensors: were that taken for a damaged file, every picture would be one."""
+    pytest.importorskip("timm")
+    decoder = training_decoder(SPEC, {"use_timm": True, "re_prob": 1.0}, False, LIMIT)
+    with pytest.raises(TypeError):
+        decoder(encoded(scene(64, 64), "PNG"), 0)

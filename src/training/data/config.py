@@ -94,7 +94,8 @@ class DataConfig:
         """`aug_cfg` as a dictionary of Python values.
 
         Raises:
-            UserError: not key=value, no key that open_clip knows, or a jitter that lacks its strengths.
+            UserError: not key=value, no key that open_clip knows, a jitter that lacks its strengths, or
+                erasing, which is not done here.
         """
         settings: dict[str, Any] = {}
         for item in self.aug_cfg:
@@ -139,6 +140,11 @@ def _check_augmentation(settings: dict[str, Any]) -> None:
         raise UserError(
             "--aug-cfg color_jitter_prob needs the four strengths color_jitter=(brightness, contrast, "
             f"saturation, hue); it is {jitter}."
+        )
+    if settings.get("re_prob") and settings.get("use_timm"):
+        raise UserError(
+            f"--aug-cfg re_prob={settings['re_prob']} erases parts of normalised pictures, and here pictures "
+            "are normalised on the device, after all augmentation: leave it out."
         )
 
 

@@ -73,6 +73,19 @@ def rgb(picture: Image.Image) -> Pixels:
         raise Undecodable("image cannot be decoded") from error
 
 
+def decoded(picture: Image.Image) -> Image.Image:
+    """The picture with its pixels decoded. A damaged file makes Pillow raise almost anything.
+
+    Raises:
+        Undecodable: the file is damaged.
+    """
+    try:
+        picture.load()
+    except Exception as error:
+        raise Undecodable("image cannot be decoded") from error
+    return picture
+
+
 def resize(pixels: Pixels, size: tuple[int, int]) -> Tensor:
     """[h, w, 3] uint8, rows may have gaps between them -> [3, H, W] uint8, bicubic with antialiasing."""
     # torch knows packed pixels by the strides, that of the batch included: unsqueezed after the permutation
@@ -158,7 +171,7 @@ class Exact:
 
     def __call__(self, content: bytes | Pixels, seed: int) -> Pixels:
         """Pixels [H, W, 3] of the tower's size; every random choice is a function of `seed`."""
-        picture = open_picture(content, self._max_pixels)
+        picture = decoded(open_picture(content, self._max_pixels))
         state = random.getstate(), torch.get_rng_state()
         if self._random:
             random.seed(seed)
@@ -167,7 +180,9 @@ class Exact:
             for step in self._steps:
                 picture = step(picture)
             return np.array(picture.convert("RGB"))
-        except Exception as error:
+        except (MemoryError, ValueError) as error:
+            # a line of pixels that would be resized to gigabytes, a mode that has no RGB; no other error is
+            # the picture's fault
             raise Undecodable("image cannot be decoded") from error
         finally:
             random.setstate(state[0])
