@@ -36,10 +36,10 @@ def numbers(batch: Batch) -> list[int]:
     return [number_of(image) for image in batch.images]
 
 
-def write_tar(path: Path, members: Iterable[tuple[str, bytes]]) -> str:
-    """A tar file of these members; its path."""
+def write_tar(path: Path, members: Iterable[tuple[str, bytes]], **options: Any) -> str:
+    """A tar file of these members; its path. `options` are tarfile's."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w") as tar:
+    with tarfile.open(path, "w", **options) as tar:
         for name, content in members:
             info = tarfile.TarInfo(name)
             info.size = len(content)

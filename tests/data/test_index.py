@@ -1,6 +1,7 @@
 """The index of member offsets: valid, whole, shared, and never in the way."""
 
 import os
+import tarfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from shardclip.training.data.doctor import bytes_of, out_of_reach
 from shardclip.training.data.doctor import doctor as examine_data
 from shardclip.training.data.doctor import main as doctor
 from shardclip.training.data.index import build_index, main, shard_index, shard_samples, split_name
+from shardclip.training.data.tar import TarSource
 
 
 @pytest.mark.parametrize(
@@ -80,6 +82,28 @@ def test_shards_in_a_place_that_cannot_be_written_are_indexed_in_the_cache(
     (tmp_path / "data" / module.BESIDE).write_text("a file where the folder would be")
     assert len(shard_index(str(tmp_path / "data" / "00000.tar"))) == 5
     assert len(list((tmp_path / "cache").rglob("00000.tar.*.npz"))) == 1
+
+
+@pytest.mark.parametrize("format", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_names_that_are_not_utf8_are_read_and_can_be_shown(
+    tmp_path: Path, format: int, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    members = [(f"caf\udce9{name}", content) for n in range(4) for name, content in sample(n)]
+    members += [(f"{n}.\udce9", b"a suffix that is not UTF-8") for n in range(4)]
+    path = write_tar(tmp_path / "0.tar", members, format=format)
+    source = TarSource([path], DataConfig().wanted(), "first-dot")
+    shard_index(path)
+    monkeypatch.setattr(module, "scan", None)  # what follows is read from the index
+    keys = shard_index(path).keys.tolist()
+    assert keys[:2] == [b"caf\\xe9000000", b"caf\\xe9000001"]
+    raw = source.fetch(source.locate(0, np.array([1]))[0])
+    assert raw.key == "0.tar:caf\\xe9000001"
+    assert raw.parts["text"] == b"number 1"
+    assert main([path]) == 0
+    doctor([path, "--sheet", str(tmp_path / "sheet.png")])
+    said = capsys.readouterr().out
+    assert "\\xe9" in said
+    said.encode()  # a lone surrogate has no UTF-8
 
 
 def test_the_verb_counts_and_names_damage(tmp_path: Path, capsys: Any) -> None:

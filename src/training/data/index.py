@@ -89,7 +89,11 @@ def scan(path: str, rule: SampleKey) -> ShardIndex:
     rows: list[tuple[int, int, int, int]] = []
     damage = ""
     try:
-        with open_seekable(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
+        # what of a name is not UTF-8 is spelt out (caf\xe9), so that keys can be logged and printed anywhere
+        with (
+            open_seekable(path) as file,
+            tarfile.open(fileobj=file, mode="r:", encoding="utf-8", errors="backslashreplace") as tar,
+        ):
             while (member := tar.next()) is not None:
                 tar.members = []  # type: ignore[attr-defined]  # the list would grow with the shard
                 split = split_name(member.name, rule) if member.isfile() else None
