@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shards import SIZE, numbers, picture, tokenize
+from shards import SIZE, numbers, picture, tokenize, write_shards
 
 from shardclip.errors import UserError
 from shardclip.training.data.config import DataConfig
@@ -87,6 +87,20 @@ def test_quotes_within_a_cell_are_text_and_the_last_line_needs_no_end(tmp_path: 
     batch = next(iter(loader(str(data), 3)))
     expected = tokenize(['a 5" nail', "socalled", "whole"])
     assert batch.texts.tolist() == expected[numbers(batch)].tolist()
+
+
+def test_a_table_that_is_not_on_this_machine_is_refused() -> None:
+    with pytest.raises(UserError, match=r"memory://b/x\.csv is not on this machine.*copy it here"):
+        loader("memory://b/x.csv", 1)
+
+
+def test_a_table_beside_a_stream_is_refused(tmp_path: Path) -> None:
+    """The stream's reading would take the table for a tar, and leave it out."""
+    data = table(tmp_path, ["a"])
+    write_shards(tmp_path / "shards", [4])
+    with pytest.raises(UserError, match=r"data\.csv is a table and pipe:cat .* cannot mix"):
+        loader(f"{data}::pipe:cat {tmp_path}/shards/00000.tar", 1, train_num_samples=4)
+    assert loader(f"{data}::{tmp_path}/shards", 1).samples_per_epoch == 5
 
 
 def test_parquet_reads_as_csv_does(tmp_path: Path) -> None:

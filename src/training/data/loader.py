@@ -17,7 +17,7 @@ from shardclip.training.data.order import streams_for
 from shardclip.training.data.reader import SKIP_WINDOW, Layout, Reader, in_words
 from shardclip.training.data.remote_streams import RemoteData, say_how_dealt
 from shardclip.training.data.samples import SampleMaker, Tokenizer
-from shardclip.training.data.sources import Source, expand, factors_of, kind_of, open_source
+from shardclip.training.data.sources import Source, are_streams, expand, factors_of, open_source
 from shardclip.training.data.streams import Data, SeekingData
 from shardclip.training.data.table import SyntheticSource
 from shardclip.training.data.workers import read
@@ -194,7 +194,7 @@ def train_loader(
         UserError: the data is not there, holds nothing usable, or cannot be cut that way.
     """
     listed = [] if config.dataset_type == "synthetic" else _listed(config)
-    remote = any(kind_of(shards, config) == "stream" for shards in listed)
+    remote = are_streams(listed, config)
     at_most = world_size * max(1, config.workers) if remote else 64
     number = streams or config.streams or streams_for(world_size, batch_size, config.workers, at_most)
     layout = Layout(number, rank, world_size, config.workers, batch_size)

@@ -144,10 +144,19 @@ def _no_such_shard(source: str, missing: list[str]) -> str:
 
 
 def kind_of(shards: list[str], config: DataConfig) -> str:
-    """Kind of a source: "tar" (read by seeking), "stream" (read from the front), "table" or "synthetic"."""
+    """Kind of a source: "tar" (read by seeking), "stream" (read from the front), "table" or "synthetic".
+
+    Raises:
+        UserError: a name tells no kind, or a table is not on this machine.
+    """
     if config.dataset_type == "synthetic":
         return "synthetic"
     if config.dataset_type == "csv" or (config.dataset_type == "auto" and all(map(is_table, shards))):
+        if remote := [table for table in shards if not is_local(table)]:
+            raise UserError(
+                f"the table {remote[0]} is not on this machine, and tables are read from files: copy it "
+                "here, with the pictures that it names."
+            )
         return "table"
     odd = [shard for shard in shards if is_local(shard) and not re.search(r"\.(tar|tar\.\w+|tgz)$", shard)]
     if odd and config.dataset_type == "auto":
@@ -156,6 +165,22 @@ def kind_of(shards: list[str], config: DataConfig) -> str:
             "shards is meant; --dataset-type says so where the name does not."
         )
     return "tar" if all(is_local(shard) and is_tar(shard) for shard in shards) else "stream"
+
+
+def are_streams(listed: list[list[str]], config: DataConfig) -> bool:
+    """Whether the sources of a training run are read from the front, as one of them can only be read so.
+
+    Raises:
+        UserError: another of them is a table, which has no such reading.
+    """
+    shard_of = {kind_of(shards, config): shards[0] for shards in listed}
+    if {"table", "stream"} <= shard_of.keys():
+        raise UserError(
+            f"{shard_of['table']} is a table and {shard_of['stream']} can only be read from the front: a run "
+            "cannot mix the two. Write the table's pairs as tar shards, or copy the shards to this machine, "
+            "uncompressed."
+        )
+    return "stream" in shard_of
 
 
 def open_source(
