@@ -11,6 +11,7 @@ import pytest
 import torch
 from shards import SIZE, numbers, picture, sample, tokenize, write_shards, write_tar
 
+from torch.utils.data import DataLoader
 from shardclip.errors import UserError
 from shardclip.training.data.batch import Batch
 from shardclip.training.data.config import DataConfig
@@ -214,6 +215,18 @@ def test_a_stuck_reader_of_validation_data_is_told_alike(tmp_path: Path, workers
 
 
 def test_a_position_of_other_data_or_another_cut_is_refused(tmp_path: Path) -> None:
+def test_a_worker_that_dies_before_the_others_are_started_is_told_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(_: DataLoader[Any]) -> None:
+        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
+
+    write_shards(tmp_path, [4])
+    monkeypatch.setattr(DataLoader, "__iter__", start)
+    with pytest.raises(UserError, match=r"reading process of rank 0 has died .*pid 7.*worker 0: nothing yet"):
+        take(loader(str(tmp_path), workers=1), 1)
+
+
     write_shards(tmp_path / "a", [8])
     write_shards(tmp_path / "b", [9])
     state = loader(str(tmp_path / "a"), streams=2).state_dict()

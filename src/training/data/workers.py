@@ -84,20 +84,22 @@ def read(reader: PartReader, workers: int, seconds: float, rank: int) -> Iterato
     reader.now_reading = NowReading(max(1, workers))
     # DataLoader ends workers that are slow; for want of one, this process gives up waiting.
     timeout = seconds if workers else 0
-    source = Fetched(iter(DataLoader(reader, batch_size=None, num_workers=workers, timeout=timeout)))
+    source: Fetched[Any] | None = None
     try:
+        # A worker may die before the last one is started: torch says so wherever this thread is then.
+        source = Fetched(iter(DataLoader(reader, batch_size=None, num_workers=workers, timeout=timeout)))
         while True:
-            try:
-                part = source.take(None if workers else seconds)
-            except StopIteration:
-                return
-            except (TimeoutError, RuntimeError) as error:
-                raise _explained(error, reader.now_reading, seconds, rank) from error
+            part = source.take(None if workers else seconds)
             if isinstance(part, Failure):
                 raise UserError(part.message)
             yield part
+    except StopIteration:
+        return
+    except (TimeoutError, RuntimeError) as error:
+        raise _explained(error, reader.now_reading, seconds, rank) from error
     finally:
-        source.close()
+        if source is not None:
+            source.close()
 
 
 def _explained(error: Exception, now_reading: NowReading, seconds: float, rank: int) -> Exception:
