@@ -1,5 +1,6 @@
 """What bad data gets: counted by reason, or a message that says what is wrong and what to do."""
 
+import multiprocessing
 import os
 import signal
 from itertools import chain
@@ -10,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 from shards import SIZE, numbers, picture, sample, tokenize, write_shards, write_tar
-
 from torch.utils.data import DataLoader
+
 from shardclip.errors import UserError
 from shardclip.training.data.batch import Batch
 from shardclip.training.data.config import DataConfig
@@ -177,15 +178,25 @@ def test_nothing_usable_stops_after_one_pass(tmp_path: Path, workers: int) -> No
 
 
 class Stuck:
-    """A tokenizer that kills its process, or never comes back."""
+    """A tokenizer that kills its process, or does not come back before the context around it is left.
+
+    A worker that stays behind holds up whoever clears its loader away, perhaps in the middle of another test.
+    """
 
     def __init__(self, die: bool) -> None:
         self.die = die
+        self._left = multiprocessing.Event()
+
+    def __enter__(self) -> "Stuck":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._left.set()
 
     def __call__(self, captions: list[str]) -> torch.Tensor:
         if self.die:
             os.kill(os.getpid(), signal.SIGKILL)
-        signal.pause()
+        self._left.wait()
         return tokenize(captions)
 
 
@@ -195,9 +206,8 @@ def test_a_dead_or_stuck_worker_is_told_with_rank_worker_shard_and_seconds(
 ) -> None:
     write_shards(tmp_path, [4])
     config = DataConfig(train_data=str(tmp_path), workers=workers, data_timeout=60.0 if die else 8.0)
-    one = train_loader(config, SPEC, Stuck(die), batch_size=4, rank=1, world_size=2, seed=0)
-    with pytest.raises(UserError) as caught:
-        next(iter(one))
+    with Stuck(die) as stuck, pytest.raises(UserError) as caught:
+        next(iter(train_loader(config, SPEC, stuck, batch_size=4, rank=1, world_size=2, seed=0)))
     message = str(caught.value)
     assert "rank 1" in message
     assert "worker 0" in message
@@ -205,16 +215,6 @@ def test_a_dead_or_stuck_worker_is_told_with_rank_worker_shard_and_seconds(
     assert ("has died" if die else "8 seconds") in message
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_stuck_reader_of_validation_data_is_told_alike(tmp_path: Path, workers: int) -> None:
-    write_shards(tmp_path, [4])
-    config = DataConfig(val_data=str(tmp_path), workers=workers, data_timeout=8.0)
-    stuck = pairs(config, SPEC, Stuck(die=False), batch_size=4, rank=0, world_size=1)
-    with pytest.raises(UserError, match=r"waited 8 seconds \(--data-timeout\).*worker 0: .*00000\.tar"):
-        next(iter(stuck))
-
-
-def test_a_position_of_other_data_or_another_cut_is_refused(tmp_path: Path) -> None:
 def test_a_worker_that_dies_before_the_others_are_started_is_told_alike(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,6 +227,16 @@ def test_a_worker_that_dies_before_the_others_are_started_is_told_alike(
         take(loader(str(tmp_path), workers=1), 1)
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stuck_reader_of_validation_data_is_told_alike(tmp_path: Path, workers: int) -> None:
+    write_shards(tmp_path, [4])
+    config = DataConfig(val_data=str(tmp_path), workers=workers, data_timeout=8.0)
+    expected = r"waited 8 seconds \(--data-timeout\).*worker 0: .*00000\.tar"
+    with Stuck(die=False) as stuck, pytest.raises(UserError, match=expected):
+        next(iter(pairs(config, SPEC, stuck, batch_size=4, rank=0, world_size=1)))
+
+
+def test_a_position_of_other_data_or_another_cut_is_refused(tmp_path: Path) -> None:
     write_shards(tmp_path / "a", [8])
     write_shards(tmp_path / "b", [9])
     state = loader(str(tmp_path / "a"), streams=2).state_dict()
