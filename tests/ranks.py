@@ -6,6 +6,7 @@ loop once, so a pool starts in well under a second. A case that raises on any ra
 pool's processes; the next case gets new ones.
 """
 
+import faulthandler
 import multiprocessing
 import os
 import tempfile
@@ -24,6 +25,7 @@ _context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "open_clip",
 
 
 def _serve(rank: int, world_size: int, rendezvous: str, pipe: Connection) -> None:
+    faulthandler.enable()  # an abort in C leaves no other trace
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size)
