@@ -283,11 +283,25 @@ def test_validation_data_that_has_no_ranges_is_refused_with_what_to_do(tmp_path:
             pairs(config, SPEC, tokenize, batch_size=2, rank=0, world_size=1)
 
 
-def test_b33_remote_shards_without_a_usable_sample_list_suffixes(tmp_path: Path) -> None:
-    members = [(f"{n}.{suffix}", b"x") for n in range(60) for suffix in ("input.png", "txt")]
-    write_tar(tmp_path / "a.tar", members)
-    with pytest.raises(UserError, match=r"no image .*found: input\.png, txt; suffixes wanted"):
-        read([loader(f"pipe:cat {tmp_path}/a.tar", 1, max_skip_rate=1.0)], 1)
+@pytest.mark.parametrize("counted", [True, False])
+@pytest.mark.parametrize(("suffix", "said"), [("outputs.txt", "no sample"), ("txt", "no image")])
+def test_b33_remote_shards_without_a_usable_sample_list_suffixes(
+    tmp_path: Path, suffix: str, said: str, counted: bool
+) -> None:
+    """There is no member of a wanted suffix, or none but the captions."""
+    for shard in range(2):
+        members = [(f"{n}.{kind}", b"x") for n in range(60) for kind in ("input.png", suffix)]
+        write_tar(tmp_path / f"{shard}.tar", members)
+    settings = {"train_num_samples": None if counted else 60, "max_skip_rate": 1.0}
+    with pytest.raises(UserError, match=rf"{said} .*found: input\.png, {suffix}; suffixes wanted"):
+        read([loader(f"pipe:cat {tmp_path}/{{0..1}}.tar", 1, **settings)], 1)
+
+
+def test_an_empty_shard_among_others_stops_nothing(tmp_path: Path) -> None:
+    """Each of two streams gets the empty shard several times."""
+    write_shards(tmp_path, [6, 0])
+    batches = read([loader(f"pipe:cat {tmp_path}/{{00000..00001}}.tar", 2)], 10)
+    assert set(itertools.chain.from_iterable(batches)) == set(range(6))
 
 
 def test_b41_the_end_of_a_shard_is_no_sample(tmp_path: Path) -> None:

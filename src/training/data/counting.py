@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import logging
 import posixpath
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from rich.progress import track
 
+from shardclip.errors import UserError
 from shardclip.training.data.config import DataConfig
-from shardclip.training.data.remote import RemoteShard, Unreadable, open_stream
+from shardclip.training.data.remote import RemoteShard, Unreadable, found_and_wanted, open_stream
 from shardclip.training.data.sources import expand, kind_of
 
 log = logging.getLogger(__name__)
@@ -30,6 +31,10 @@ class Counted:
     """Of each source."""
     read: int
     """Shards that had to be read, as nothing beside them told."""
+    suffixes: tuple[str, ...]
+    """What the members of those shards are."""
+    wanted: Mapping[str, Sequence[str]]
+    """Suffixes of the members that make a sample, by role."""
 
 
 def count_remote(config: DataConfig, rank: int = 0, world_size: int = 1) -> Counted | None:
@@ -54,12 +59,21 @@ def count_remote(config: DataConfig, rank: int = 0, world_size: int = 1) -> Coun
         bar = track(counts, "counting remote shards", total=len(mine), disable=rank > 0)
         for (source, _), count in zip(mine, bar, strict=True):
             samples[source] += count
-    return Counted(tuple(samples), counter.read)
+    return Counted(tuple(samples), counter.read, tuple(counter.suffixes), config.wanted())
 
 
 def total(shares: Sequence[Counted]) -> list[int]:
-    """The samples of each source by all ranks' shares; says so where shards had to be read."""
+    """The samples of each source by all ranks' shares; says so where shards had to be read.
+
+    Raises:
+        UserError: there are none.
+    """
     samples = [sum(column) for column in zip(*(share.samples for share in shares), strict=True)]
+    if not sum(samples):
+        found = dict.fromkeys(suffix for share in shares for suffix in share.suffixes)
+        raise UserError(
+            f"no sample of the remote shards could be counted ({found_and_wanted(found, shares[0].wanted)})."
+        )
     if read := sum(share.read for share in shares):
         log.warning(
             "%s samples were counted by reading %d remote shards; --train-num-samples, or a sizes.json "
@@ -85,6 +99,7 @@ class _Counter:
         }
         self._first = set(folders.values())
         self.read = 0
+        self.suffixes: dict[str, None] = {}
 
     def count(self, url: str) -> int:
         """Samples of a shard."""
@@ -106,6 +121,7 @@ class _Counter:
     def _by_reading(self, url: str) -> int:
         self.read += 1
         shard = RemoteShard(url, self._config.wanted(), self._config.sample_key, self._config.data_retries)
+        shard.suffixes = self.suffixes
         try:
             return shard.count()
         except Unreadable as error:

@@ -7,7 +7,7 @@ import logging
 import signal
 import tarfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Any, Protocol, Self, TypeVar, cast
 
@@ -272,6 +272,12 @@ def _note(error: Exception) -> bool:
         raise error
     log.warning("%s", error.args[0] if error.args else error)
     return True
+
+
+def found_and_wanted(found: Iterable[str], wanted: Mapping[str, Sequence[str]]) -> str:
+    """The suffixes of shards beside those that are read, for the message that there is no sample in them."""
+    roles = "; ".join(f"{role}: {', '.join(names)}" for role, names in wanted.items())
+    return f"suffixes found: {', '.join(found) or 'none'}; suffixes wanted: {roles}"
 
 
 def short_name(url: str) -> str:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from shardclip.errors import UserError
 from shardclip.training.data.index import SampleKey
 from shardclip.training.data.order import BLOCK, block_order, epoch_runs
-from shardclip.training.data.remote import RemoteShard, short_name
+from shardclip.training.data.remote import RemoteShard, found_and_wanted, short_name
 from shardclip.training.data.sources import RawSample
 
 log = logging.getLogger(__name__)
@@ -27,6 +27,9 @@ BLOCK_BYTES = 64 * 2**20
 
 GIVE_UP = 3
 """Shards in a row of which nothing could be read."""
+
+BARREN = 10
+"""Shards in a row, no two of them the same, in which a stream found no sample. (Some may well be empty.)"""
 
 
 @dataclass
@@ -53,13 +56,8 @@ class RemoteData:
 
     @property
     def samples(self) -> int:
-        """Samples of one epoch.
-
-        Raises:
-            UserError: none was found.
-        """
-        if not self.counted or not sum(self.counted):
-            raise UserError(f"no sample of the remote shards could be counted ({self.found()}).")
+        """Samples of one epoch, which were counted."""
+        assert self.counted is not None
         if self.resampled:
             return sum(self.counted)
         return round(sum(count * factor for count, factor in zip(self.counted, self.factors, strict=True)))
@@ -75,8 +73,21 @@ class RemoteData:
 
     def found(self) -> str:
         """Suffixes found so far and wanted."""
-        wanted = "; ".join(f"{role}: {', '.join(names)}" for role, names in self.wanted.items())
-        return f"suffixes found: {', '.join(self._suffixes) or 'none'}; suffixes wanted: {wanted}"
+        return found_and_wanted(self._suffixes, self.wanted)
+
+    def refuse_barren(self, barren: set[tuple[int, int]]) -> None:
+        """Stop the run if these units, in none of which a sample was found, are as many as are put up with.
+
+        Raises:
+            UserError: they are.
+        """
+        met = [
+            len(shards) * self.parts
+            for shards, factor in zip(self.shards, self.factors, strict=True)
+            if factor
+        ]
+        if len(barren) >= min(sum(met), BARREN):
+            raise UserError(f"no sample was found in {len(barren)} remote shards ({self.found()}).")
 
     def units(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
         """The epoch's (source, shard * parts + part, met before) in order."""
@@ -176,6 +187,7 @@ class RemoteStream:
         """This stream's samples from a block on, each with the position after it; None after an epoch."""
         epoch, before, first, offset = start.epoch, start.before, start.unit, start.offset
         unreadable = 0
+        barren: set[tuple[int, int]] = set()
         while True:
             source, unit, again = self._data.units(epoch)
             for row in range(first, len(unit)):
@@ -184,6 +196,8 @@ class RemoteStream:
                 shard = self._data.shard(int(source[row]), int(unit[row]))
                 self._reading(shard.url)
                 part = int(unit[row]) % self._data.parts
+                if not offset:
+                    barren.add((int(source[row]), int(unit[row])))
                 for number, raw in enumerate(shard.samples(offset), start=offset):
                     unreadable = unreadable + 1 if raw.problem is not None and number == offset else 0
                     if unreadable == GIVE_UP:
@@ -193,7 +207,9 @@ class RemoteStream:
                         )
                     raw.again = bool(again[row])
                     if number % self._data.parts == part or raw.problem is not None:
+                        barren.clear()
                         yield raw, RemotePosition(epoch, before, row, number + 1)
+                self._data.refuse_barren(barren)
                 offset = 0
             epoch, before, first = epoch + 1, before + len(unit), 0
             yield None, RemotePosition(epoch, before)
