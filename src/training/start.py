@@ -162,9 +162,7 @@ def start_run(config: TrainConfig, folder: Path, processes: Processes) -> Run:
         teacher = build_teacher(config.objective, spec, processes.device, engine.compute_dtype)
         _report_precision(engine, config.parallel)
     with phase("data"):
-        counted = _count_remote(config.data, processes)
-        with processes.together("opening the training data"):
-            loader, length = _open_data(config, image_input, tokenize, processes, counted)
+        loader, length = open_data(config, image_input, tokenize, processes)
     scaler = LossScale(processes.device, 2.0**16) if engine.compute_dtype == torch.float16 else None
     ema = None
     if config.ema.ema_decay is not None:
@@ -192,6 +190,40 @@ def start_run(config: TrainConfig, folder: Path, processes: Processes) -> Run:
         config, processes, folder, spec, image_input, tokenize, engine, step, schedule, loader, checkpoints,
         state, length, ema, flops,
     )  # fmt: skip
+
+
+def open_data(
+    config: TrainConfig, image_input: ImageInput, tokenize: Tokenizer, processes: Processes
+) -> tuple[TrainLoader, Length]:
+    """The training data and how long a run on it is, once all ranks have found the same.
+
+    Raises:
+        UserError: the data cannot be used, or differs between ranks; on all ranks alike.
+    """
+    counted = _count_remote(config.data, processes)
+    with processes.together("opening the training data"):
+        loader, length = _open_data(config, image_input, tokenize, processes, counted)
+    _check_alike(f"{loader.seen()}, {length.steps:,} steps", processes)
+    return loader, length
+
+
+def _check_alike(seen: str, processes: Processes) -> None:
+    """Compare what this rank has found with what the others have: the order of the data is made of it, and
+    ranks with different numbers of steps would wait for each other in vain.
+
+    Raises:
+        UserError: it differs; on all ranks.
+    """
+    ranks: dict[str, list[str]] = {}
+    for rank, (host, found) in enumerate(processes.all_gather_object((processes.host, seen))):
+        ranks.setdefault(found, []).append(f"{rank} ({host})")
+    if len(ranks) == 1:
+        return
+    views = [f"rank {', '.join(those[:8])}: {found}" for found, those in ranks.items()]
+    raise UserError(
+        f"the ranks do not see the same training data. {'; '.join(views[:4])}. `shardclip doctor`, started "
+        "on all hosts as this run is, tells which shards are missing or differ."
+    )
 
 
 def _count_remote(config: DataConfig, processes: Processes) -> list[int] | None:

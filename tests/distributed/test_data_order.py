@@ -3,10 +3,12 @@
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
 from shards import SIZE, numbers, tokenize, write_shards
 
+from shardclip.errors import UserError
+from shardclip.training import distributed
+from shardclip.training.config import RunConfig, TrainConfig
 from shardclip.training.data.config import DataConfig
 from shardclip.training.data.image_input import ImageInput
 from shardclip.training.data.loader import TrainLoader, merge_states, train_loader
@@ -29,6 +34,7 @@ from shardclip.training.data.order import (
 )
 from shardclip.training.data.sources import RawSample
 from shardclip.training.data.streams import SeekingData
+from shardclip.training.start import open_data
 
 SPEC = ImageInput(size=SIZE)
 STREAMS = 12
@@ -309,3 +315,32 @@ def test_augmentation_and_captions_follow_the_place_in_the_run(tmp_path: Path) -
             parts = np.concatenate([getattr(half, name).numpy() for half in halves])
             np.testing.assert_array_equal(getattr(one, name).numpy(), parts)
         assert len(set(one.caption_id.tolist())) > 1
+
+
+def opened(folders: list[str], settings: dict[str, Any]) -> str | list[int]:
+    """What a run's start says of the data on one of two hosts, each with a folder of its own."""
+    processes = distributed.current()
+    os.chdir(folders[processes.rank])
+    here = replace(processes, host=f"host{processes.rank}")
+    config = TrainConfig(
+        data=DataConfig(train_data=".", workers=0, **settings), run=RunConfig(batch_size=4, epochs=2)
+    )
+    try:
+        return [open_data(config, SPEC, tokenize, here)[1].steps]
+    except UserError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("settings", [{}, {"train_num_samples": 32}])
+def test_ranks_that_see_other_data_do_not_start(ranks: Any, tmp_path: Path, settings: dict[str, Any]) -> None:
+    """Copies of a folder of four shards: whole ones, one without a shard, and one without another."""
+    for name in "abcd":
+        write_shards(tmp_path / name, [8] * 4)
+    os.remove(tmp_path / "c" / "00001.tar")
+    os.remove(tmp_path / "d" / "00002.tar")
+    whole, copy, lacking, lacking_another = (str(tmp_path / name) for name in "abcd")
+    assert ranks(2).run(opened, [whole, copy], settings) == [[8], [8]]
+    for folders in ([whole, lacking], [lacking, lacking_another]):
+        said = ranks(2).run(opened, folders, settings)
+        assert said[0] == said[1]
+        assert re.search(r"rank 0 \(host0\): . local.*rank 1 \(host1\): 3 local.*shardclip doctor", said[0])

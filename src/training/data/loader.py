@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import os
 from collections import Counter, deque
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +19,7 @@ from shardclip.training.data.order import streams_for
 from shardclip.training.data.reader import SKIP_WINDOW, Layout, Reader, in_words
 from shardclip.training.data.remote_streams import RemoteData, say_how_dealt
 from shardclip.training.data.samples import SampleMaker, Tokenizer
-from shardclip.training.data.sources import Source, are_streams, expand, factors_of, open_source
+from shardclip.training.data.sources import Source, are_streams, expand, factors_of, is_local, open_source
 from shardclip.training.data.streams import Data, SeekingData
 from shardclip.training.data.table import SyntheticSource
 from shardclip.training.data.workers import read
@@ -37,6 +39,7 @@ class TrainLoader:
         layout: Layout,
         reader: Reader,
         config: DataConfig,
+        listed: list[list[str]],
         pin_memory: bool,
     ) -> None:
         self.samples_per_epoch: int = config.train_num_samples or data.samples
@@ -45,6 +48,7 @@ class TrainLoader:
         self._layout = layout
         self._reader = reader
         self._config = config
+        self._listed = listed
         self._pin_memory = pin_memory
         self._loader: Iterator[Any] | None = None
         self._batches = 0
@@ -112,6 +116,16 @@ class TrainLoader:
         self._skipped = Counter(state["skipped"]) if self._layout.rank == 0 else Counter()
         self._repeated = state.get("repeated", 0) if self._layout.rank == 0 else 0
         self._reader.layout = self._layout
+
+    def seen(self) -> str:
+        """What was found, in words that are equal on ranks with the same data; copies of it may lie in
+        folders of different names."""
+        names = [os.path.basename(shard) for shards in self._listed for shard in shards if is_local(shard)]
+        digest = hashlib.blake2b(repr(names).encode(errors="backslashreplace"), digest_size=4).hexdigest()
+        return (
+            f"{len(names)} local shards (hash of their names {digest}), {self.samples_per_epoch:,} samples "
+            f"an epoch (of each source {self._data.fingerprint()})"
+        )
 
     def close(self) -> None:
         """End the workers."""
@@ -212,7 +226,7 @@ def train_loader(
     augmentation = config.augmentation()
     decoder = training_decoder(image_input, augmentation, config.decode == "exact", config.max_image_pixels)
     reader = Reader(data, layout, SampleMaker(config, decoder), tokenize, image_input.size)
-    return TrainLoader(data, layout, reader, config, pin_memory)
+    return TrainLoader(data, layout, reader, config, listed, pin_memory)
 
 
 def _listed(config: DataConfig) -> list[list[str]]:
