@@ -99,8 +99,19 @@ def torchrun_environments(world_size: int) -> list[dict[str, str]]:
     ]
 
 
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+_held: list[socket.socket] = []
+"""Ports that were given out: no process draws them again before somebody listens there."""
+
+
+def free_port(wanted: int = 0) -> int:
+    """A port that nobody listens on, for a store; with `wanted` that one.
+
+    Raises:
+        OSError: somebody listens on the wanted one.
+    """
+    holder = socket.socket()
+    # Who sets this too, as stores do, may listen beside a socket that is bound and does not listen.
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", wanted))
+    _held.append(holder)
+    return holder.getsockname()[1]

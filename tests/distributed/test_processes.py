@@ -8,7 +8,11 @@ import signal
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from contextlib import suppress
+from datetime import timedelta
+from itertools import count
+from typing import Any, NoReturn
+from urllib.parse import urlparse
 
 import pytest
 import torch
@@ -123,7 +127,19 @@ def test_b22_launcher_variables_in_an_allocation_are_two_ranks_and_rank_0_shows_
 
 
 def test_b22_tasks_of_a_step_meet_by_its_node_list(tmp_path: Path) -> None:
-    job = {**STEP, "SLURM_JOB_ID": str(free_port())}
+def _job_that_can_meet() -> dict[str, str]:
+    """A step of a job whose number leads to a port that nobody listens on, such as a daemon of SLURM."""
+    for number in count(os.getpid()):
+        job = {**STEP, "SLURM_JOB_ID": str(number)}
+        port = urlparse(read_environment(job).rendezvous).port
+        assert port is not None
+        with suppress(OSError):
+            free_port(port)
+            return job
+    raise AssertionError
+
+
+    job = _job_that_can_meet()
     environments = [
         {**job, "SLURM_PROCID": str(rank), "SLURM_NODEID": str(rank), "SLURMD_NODENAME": f"n{rank}"}
         for rank in range(2)
