@@ -193,7 +193,7 @@ class Watcher:
         others = self._processes.world_size - 1 - failure.died
         try:
             if self._processes.rank == reporter:
-                report(failure, self._processes.report_files)
+                self._report_once(failure)
                 self._store.set("reported", "1")
                 if others:
                     self._store.wait(["all_told"], _GOODBYE)
@@ -202,9 +202,17 @@ class Watcher:
                 if self._store.add("told", 1) == others:
                     self._store.set("all_told", "1")
         except dist.DistError:
-            if self._processes.rank == failure.rank:
-                report(failure, self._processes.report_files)
+            # A reporter that waited in vain for the others has reported.
+            if self._processes.rank == failure.rank != reporter:
+                self._report_once(failure)
         _leave_now(code)
+
+    def _report_once(self, failure: Failure) -> None:
+        """Report, unless another rank has: a reporter that was waited for in vain may be late, not gone."""
+        with suppress(dist.DistError):  # without the store nobody can tell: better twice than not at all
+            if self._store.add("reports", 1) > 1:
+                return
+        report(failure, self._processes.report_files)
 
     def _end_alone(self, error: dist.DistError) -> NoReturn:
         processes = self._processes

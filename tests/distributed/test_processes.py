@@ -4,6 +4,7 @@ The signals come from the processes themselves at a known point, so no test has 
 """
 
 import os
+import select
 import signal
 import threading
 import time
@@ -278,6 +279,26 @@ def test_an_error_on_one_rank_ends_all_and_is_reported_once(tmp_path: Path, vict
 
 def test_a_mistake_found_on_one_rank_ends_all_with_its_message_alone(tmp_path: Path) -> None:
     with Launched(tmp_path, torchrun_environments(2), _fail_at_step_3, "mistake", 1) as run:
+def _fail_while_the_other_is_late(victim: int) -> int:
+    end = failure.Watcher._end
+
+    def late(self: failure.Watcher, cause: failure.Failure) -> NoReturn:
+        if self._processes.rank != victim:
+            select.select(self._peers, [], [])  # until the victim has waited in vain and is gone
+        end(self, cause)
+
+    failure.Watcher._end = late  # type: ignore[method-assign]
+    return _fail_at_step_3("error", victim)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("victim", [0, 1])
+def test_an_error_is_reported_once_when_the_other_rank_is_late(tmp_path: Path, victim: int) -> None:
+    with Launched(tmp_path, torchrun_environments(2), _fail_while_the_other_is_late, victim) as run:
+        assert run.end() == [EXIT_FAILURE] * 2
+        assert run.all_said.count("ValueError: broken") == 1
+
+
         assert run.end() == [EXIT_USER] * 2
         assert run.said(0).endswith("shardclip: a.tar is broken\n")
         assert run.said(1) == ""
