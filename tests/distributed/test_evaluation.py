@@ -191,12 +191,13 @@ def read_slowly(kind: str) -> int:
     world = dist.group.WORLD
     assert world is not None
     module = small.engine(kind).module
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), world)
+    limit = 10
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=limit), world)
 
     def batches() -> Iterator[Tensor]:
         for _ in range(2):
             if current().rank == 1:
-                time.sleep(4)
+                time.sleep(limit + 2)
             yield torch.zeros(1, 3, small.SIZE, small.SIZE)
 
     try:
