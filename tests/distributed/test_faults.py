@@ -209,10 +209,14 @@ def killed_while_saving(
     checkpoints.wait()
 
 
+LOST = r"the process died|Connection closed|reset by peer|Broken pipe|could not be saved"
+"""What tells of a killed rank first: the pool, gloo on the other rank, or that rank's save."""
+
+
 @pytest.mark.parametrize("moment", KILLS)
 def test_b49_b50_a_kill_while_saving_leaves_the_previous_one(ranks: Any, tmp_path: Path, moment: str) -> None:
     before = ranks(2).run(save, tmp_path, 4, "fsdp")[0]
-    with pytest.raises(AssertionError, match=r"the process died|Connection closed|reset by peer"):
+    with pytest.raises(AssertionError, match=LOST):
         ranks(2).run(killed_while_saving, tmp_path, *KILLS[moment])
     published_already = moment == "before pruning"
     for name, loaded in ranks(2).run(resumed, tmp_path, "fsdp"):
@@ -253,7 +257,7 @@ def save_until_killed(folder: Path, seed: int, kill: bool) -> None:
 
 def test_b49_b50_kills_at_random_moments_lose_nothing(ranks: Any, tmp_path: Path) -> None:
     for seed in range(SOAK):
-        with pytest.raises(AssertionError, match=r"died|Connection closed|reset by peer"):
+        with pytest.raises(AssertionError, match=LOST):
             ranks(2).run(save_until_killed, tmp_path, seed, True)
         assert [path for path in published(tmp_path) if fault(path) is not None] == []
     ranks(2).run(save_until_killed, tmp_path, SOAK, False)
