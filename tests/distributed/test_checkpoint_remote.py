@@ -128,6 +128,9 @@ def save_there(environment: dict[str, str], url: str, samples: int, victim: int 
     checkpoints = open_checkpoints(url)
     state = state_of("fsdp")
     step(state, seed=samples)
+    if victim is not None:
+        # The other rank hears of the death, and would clear away what a kill of all ranks leaves.
+        RemoteFolder.discard = lambda *_: None  # type: ignore[method-assign]
     if checkpoints.rank == victim == 0:
         RemoteFolder.publish = die  # type: ignore[method-assign]
     elif checkpoints.rank == victim == 1:
