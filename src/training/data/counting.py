@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import posixpath
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from rich.progress import track
 
@@ -16,11 +16,16 @@ from shardclip.errors import UserError
 from shardclip.training.data.config import DataConfig
 from shardclip.training.data.remote import RemoteShard, Unreadable, found_and_wanted, open_stream
 from shardclip.training.data.sources import expand, kind_of
+from shardclip.training.fetching import Fetched
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 AT_ONCE = 8
 """Shards that a process counts at the same time."""
+SIGN_OF_LIFE = 100
+"""Samples of a shard after which its counting shows that it goes on."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,9 @@ def count_remote(config: DataConfig, rank: int = 0, world_size: int = 1) -> Coun
     A shard's number is taken from its folder's `sizes.json` ({"00000.tar": 10000, ...}), from img2dataset's
     `_stats.json` beside it, or from its folder's `__len__` (open_clip's file: one number for all); else the
     shard is read. One that cannot be read counts nothing, and is said.
+
+    Raises:
+        UserError: nothing came of a shard, or of what lies beside it, for as long as --data-timeout says.
     """
     if config.train_num_samples is not None or config.dataset_type == "synthetic" or not config.train_data:
         return None
@@ -93,19 +101,34 @@ class _Counter:
         for url in urls:
             first_of.setdefault(posixpath.dirname(url), url)
         folders = {folder: url for folder, url in first_of.items() if not url.startswith("pipe:")}
-        self._sizes = {folder: _object(f"{folder}/sizes.json") for folder in folders}
+        self._sizes = {folder: self._beside(folder, "sizes.json", _object) for folder in folders}
         self._lengths = {
-            folder: _number(f"{folder}/__len__") for folder in folders if not self._sizes[folder]
+            folder: self._beside(folder, "__len__", _number) for folder in folders if not self._sizes[folder]
         }
         self._first = set(folders.values())
         self.read = 0
         self.suffixes: dict[str, None] = {}
 
     def count(self, url: str) -> int:
-        """Samples of a shard."""
+        """Samples of a shard.
+
+        Raises:
+            UserError: it was not heard of for as long as --data-timeout says.
+        """
+        return _last_of(self._counting(url), url, self._config.data_timeout)
+
+    def _beside(self, folder: str, name: str, content: Callable[[str], T]) -> T:
+        url = f"{folder}/{name}"
+        return _last_of(map(content, [url]), url, self._config.data_timeout)
+
+    def _counting(self, url: str) -> Iterator[int]:
+        """How many samples a shard holds as far as is known by now; the last number is all of them."""
         folder, name = posixpath.split(url)
         told = None if url.startswith("pipe:") else self._told(url, folder, name)
-        return self._by_reading(url) if told is None else told
+        if told is None:
+            yield from self._by_reading(url)
+        else:
+            yield told
 
     def _told(self, url: str, folder: str, name: str) -> int | None:
         if (samples := self._sizes[folder].get(name)) is not None:
@@ -118,15 +141,41 @@ class _Counter:
             return None
         return length if url in self._first else 0
 
-    def _by_reading(self, url: str) -> int:
+    def _by_reading(self, url: str) -> Iterator[int]:
         self.read += 1
         shard = RemoteShard(url, self._config.wanted(), self._config.sample_key, self._config.data_retries)
         shard.suffixes = self.suffixes
+        samples = 0
         try:
-            return shard.count()
+            for samples, _ in enumerate(shard.keys(), start=1):
+                if samples % SIGN_OF_LIFE == 0:
+                    yield samples
         except Unreadable as error:
             log.warning("%s is left out of the count: %s", url, error)
-            return 0
+            samples = 0
+        yield samples
+
+
+def _last_of(told: Iterator[T], url: str, seconds: float) -> T:
+    """The last that is told of an address.
+
+    Raises:
+        UserError: nothing more was told for so many seconds.
+    """
+    telling = Fetched(told)
+    last: T | None = None
+    try:
+        while True:
+            last = telling.take(seconds)
+    except StopIteration:
+        return cast(T, last)
+    except TimeoutError as error:
+        raise UserError(
+            f"nothing came of {url} for {seconds:g} seconds (--data-timeout) while samples were counted. "
+            "--train-num-samples spares the counting."
+        ) from error
+    finally:
+        telling.close()
 
 
 def _object(url: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import logging
 import signal
 import tarfile
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Any, Protocol, Self, TypeVar, cast
@@ -59,6 +60,8 @@ class Output:
         self.pipe = pipe
         # A shell that has become its command ends by the signal itself where webdataset expects 128 more.
         pipe.ignore_status.append(-signal.SIGPIPE)
+        # A command that hangs would outlive the process that has stopped waiting for it.
+        weakref.finalize(self, _abandon, pipe)
 
     def read(self, size: int = -1) -> bytes:
         """Up to `size` bytes of the output, none at its end."""
@@ -72,6 +75,12 @@ class Output:
             OSError: it ended with an exit status that says that it failed.
         """
         self.pipe.close()
+
+
+def _abandon(pipe: Pipe) -> None:
+    """End a pipe's command if it still runs."""
+    pipe.ignore_errors = True
+    pipe.proc.kill()
 
 
 class Checked:
@@ -169,13 +178,13 @@ class RemoteShard:
         except Unreadable:
             yield RawSample(short_name(self.url), problem="shard cannot be read to its end")
 
-    def count(self) -> int:
-        """How many samples there are, by one reading of the members' names.
+    def keys(self) -> Iterator[str]:
+        """The key of each sample, by one reading of the members' names.
 
         Raises:
             Unreadable: it failed as often as is tried.
         """
-        return sum(1 for _ in self._retried(self._keys, 0))
+        return self._retried(self._keys, 0)
 
     def _retried(self, read: Callable[[], Iterator[Item]], done: int) -> Iterator[Item]:
         """What `read` gives from number `done` on, each once, though it may have to begin again."""

@@ -1,0 +1,61 @@
+"""Counting remote shards whose server falls silent."""
+
+import contextlib
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+from launched import HANG_SECONDS
+
+COUNT = """
+import sys
+from shardclip.errors import UserError
+from shardclip.training.data.config import DataConfig
+from shardclip.training.data.counting import count_remote
+try:
+    count_remote(DataConfig(train_data=sys.argv[1], data_timeout=float(sys.argv[2])))
+except UserError as error:
+    sys.exit(str(error))
+"""
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """The address of a server that sends headers, and then nothing."""
+    held: list[socket.socket] = []
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = server.accept()
+                held.append(connection)
+                connection.recv(4096)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+        server.shutdown(socket.SHUT_RDWR)
+    for connection in held:
+        connection.close()
+
+
+@pytest.mark.parametrize(
+    ("shards", "asked"),
+    [("{}/0.tar", "{}/sizes.json"), ("pipe:exec curl -s {}/0.tar", "pipe:exec curl -s {}/0.tar")],
+)
+def test_silence_ends_the_start_with_the_address_and_leaves_nothing_behind(
+    silent: str, shards: str, asked: str
+) -> None:
+    """The output is at its end only when the commands that read from the server have ended too."""
+    done = subprocess.run(
+        [sys.executable, "-c", COUNT, shards.format(silent), "0.5"],
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+    )
+    assert done.returncode == 1
+    assert f"nothing came of {asked.format(silent)} for 0.5 seconds (--data-timeout)" in done.stderr
