@@ -6,9 +6,16 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from launched import HANG_SECONDS
+from shards import SIZE, tokenize, write_shards
+
+from shardclip.errors import UserError
+from shardclip.training.data.config import DataConfig
+from shardclip.training.data.image_input import ImageInput
+from shardclip.training.data.loader import TrainLoader, merge_states, train_loader
 
 COUNT = """
 import sys
@@ -59,3 +66,23 @@ def test_silence_ends_the_start_with_the_address_and_leaves_nothing_behind(
     )
     assert done.returncode == 1
     assert f"nothing came of {asked.format(silent)} for 0.5 seconds (--data-timeout)" in done.stderr
+
+
+def loader(data: str, train_num_samples: int | None = None) -> TrainLoader:
+    config = DataConfig(train_data=data, train_num_samples=train_num_samples, workers=0, data_retries=0)
+    return train_loader(config, ImageInput(size=SIZE), tokenize, batch_size=5, rank=0, world_size=1, seed=0)
+
+
+def test_a_shard_that_cannot_be_counted_does_not_shorten_a_run_that_is_resumed(tmp_path: Path) -> None:
+    write_shards(tmp_path, [10, 10, 10])
+    data = f"pipe:cat {tmp_path}/{{00000..00002}}.tar"
+    state = merge_states([loader(data).state_dict()])
+    loader(data).load_state_dict(state)
+    (tmp_path / "00001.tar").rename(tmp_path / "away.tar")
+    with pytest.raises(
+        UserError, match=r"30 samples were .*, and 20 now.* --train-num-samples 30 --override"
+    ):
+        loader(data).load_state_dict(state)
+    told = loader(data, train_num_samples=30)
+    told.load_state_dict(state)
+    assert told.samples_per_epoch == 30

@@ -74,6 +74,8 @@ class TrainLoader:
             "streams": self._layout.streams,
             "seed": self._data.seed,
             "fingerprint": self._data.fingerprint(),
+            "samples_per_epoch": self.samples_per_epoch,
+            "counted": self._counted(),
             "batches": self._batches,
             "samples": self._batches * self._layout.batch_size * self._layout.world_size,
             "positions": {str(number): list(position) for number, position in self._positions.items()},
@@ -86,7 +88,7 @@ class TrainLoader:
 
         Raises:
             UserError: the state is that of other data, or of a number of streams that these ranks and this
-                batch size cannot share.
+                batch size cannot share; or its samples were counted, and are not as many now.
         """
         if self._loader is not None:
             raise RuntimeError("a position can be loaded only before the first batch is read")
@@ -96,6 +98,7 @@ class TrainLoader:
                 f"{state['fingerprint']} then, {self._data.fingerprint()} now), so its position means "
                 "nothing. Resume with the same data, or start a new run from the checkpoint's weights."
             )
+        self._check_count(state)
         self._layout = Layout(
             state["streams"],
             self._layout.rank,
@@ -126,6 +129,20 @@ class TrainLoader:
             f"{len(names)} local shards (hash of their names {digest}), {self.samples_per_epoch:,} samples "
             f"an epoch (of each source {self._data.fingerprint()})"
         )
+
+    def _counted(self) -> int | None:
+        """Samples that there are, if the length of an epoch hangs on them."""
+        return self._data.distinct if self._config.train_num_samples is None else None
+
+    def _check_count(self, state: dict[str, Any]) -> None:
+        """Refuse another count: a remote shard that cannot be read just now would change the schedule."""
+        then, now = state.get("counted"), self._counted()
+        if then is not None and now is not None and then != now:
+            raise UserError(
+                f"{then:,} samples were counted when the run was started, and {now:,} now. Resume when all "
+                "shards can be read, or go on with epochs as they were by --train-num-samples "
+                f"{state['samples_per_epoch']} --override."
+            )
 
     def close(self) -> None:
         """End the workers."""
