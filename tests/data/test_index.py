@@ -18,6 +18,7 @@ from shardclip.training.data.doctor import bytes_of, out_of_reach
 from shardclip.training.data.doctor import doctor as examine_data
 from shardclip.training.data.doctor import main as doctor
 from shardclip.training.data.index import build_index, main, shard_index, shard_samples, split_name
+from shardclip.training.data.remote import RemoteShard
 from shardclip.training.data.tar import TarSource
 
 
@@ -99,6 +100,8 @@ def test_names_that_are_not_utf8_are_read_and_can_be_shown(
     raw = source.fetch(source.locate(0, np.array([1]))[0])
     assert raw.key == "0.tar:caf\\xe9000001"
     assert raw.parts["text"] == b"number 1"
+    from_its_front = RemoteShard(path, DataConfig().wanted(), "first-dot", retries=0)
+    assert [one.key for one in from_its_front.samples()][1] == raw.key
     assert main([path]) == 0
     doctor([path, "--sheet", str(tmp_path / "sheet.png")])
     said = capsys.readouterr().out

@@ -15,7 +15,7 @@ from rich.progress import track
 from shardclip.errors import UserError
 from shardclip.training.data.config import DataConfig
 from shardclip.training.data.remote import RemoteShard, Unreadable, found_and_wanted, open_stream
-from shardclip.training.data.sources import expand, kind_of
+from shardclip.training.data.sources import are_streams, expand
 from shardclip.training.fetching import Fetched
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ def count_remote(config: DataConfig, rank: int = 0, world_size: int = 1) -> Coun
     if config.train_num_samples is not None or config.dataset_type == "synthetic" or not config.train_data:
         return None
     listed = expand(config.train_data)
-    if not any(kind_of(shards, config) == "stream" for shards in listed):
+    if not are_streams(listed, config):
         return None
     numbered = [(source, url) for source, shards in enumerate(listed) for url in shards]
     counter = _Counter(config, [url for _, url in numbered])

@@ -28,6 +28,9 @@ VERSION = 2
 BESIDE = ".shardclip-index"
 """Name of the folder of indexes in a folder of shards."""
 
+NAME_ERRORS = "backslashreplace"
+"""What of a member's name is not UTF-8 is spelt out (caf\\xe9), so that keys can be logged anywhere."""
+
 META = re.compile(r"__[^/]*__($|/)")
 
 SampleKey = str
@@ -89,10 +92,9 @@ def scan(path: str, rule: SampleKey) -> ShardIndex:
     rows: list[tuple[int, int, int, int]] = []
     damage = ""
     try:
-        # what of a name is not UTF-8 is spelt out (caf\xe9), so that keys can be logged and printed anywhere
         with (
             open_seekable(path) as file,
-            tarfile.open(fileobj=file, mode="r:", encoding="utf-8", errors="backslashreplace") as tar,
+            tarfile.open(fileobj=file, mode="r:", encoding="utf-8", errors=NAME_ERRORS) as tar,
         ):
             while (member := tar.next()) is not None:
                 tar.members = []  # type: ignore[attr-defined]  # the list would grow with the shard

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Any, Protocol, Self, TypeVar, cast
 
 from shardclip.errors import UserError
-from shardclip.training.data.index import SampleKey, split_name
+from shardclip.training.data.index import NAME_ERRORS, SampleKey, split_name
 from shardclip.training.data.ranges import file_system, store_errors
 from shardclip.training.data.sources import RawSample, is_local
 
@@ -225,7 +225,13 @@ class RemoteShard:
         # without a word where a header is damaged or the connection was cut.
         with (
             self._opened() as stream,
-            tarfile.open(fileobj=cast(IO[bytes], stream), mode="r|*", tarinfo=Member) as tar,
+            tarfile.open(
+                fileobj=cast(IO[bytes], stream),
+                mode="r|*",
+                tarinfo=Member,
+                encoding="utf-8",
+                errors=NAME_ERRORS,
+            ) as tar,
         ):
             while (member := tar.next()) is not None:
                 tar.members = []  # type: ignore[attr-defined]  # the list would grow with the shard
