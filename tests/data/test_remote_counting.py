@@ -14,16 +14,18 @@ from shards import SIZE, tokenize, write_shards
 
 from shardclip.errors import UserError
 from shardclip.training.data.config import DataConfig
+from shardclip.training.data.counting import count_remote
 from shardclip.training.data.image_input import ImageInput
 from shardclip.training.data.loader import TrainLoader, merge_states, train_loader
 
 COUNT = """
 import sys
+import webdataset.gopen  # loading it may take longer than the server is waited for
 from shardclip.errors import UserError
 from shardclip.training.data.config import DataConfig
 from shardclip.training.data.counting import count_remote
 try:
-    count_remote(DataConfig(train_data=sys.argv[1], data_timeout=float(sys.argv[2])))
+    count_remote(DataConfig(train_data=sys.argv[1], data_timeout=5.0))
 except UserError as error:
     sys.exit(str(error))
 """
@@ -52,20 +54,25 @@ def silent() -> Iterator[str]:
 
 @pytest.mark.parametrize(
     ("shards", "asked"),
-    [("{}/0.tar", "{}/sizes.json"), ("pipe:exec curl -s {}/0.tar", "pipe:exec curl -s {}/0.tar")],
+    [("{}/0.tar", "{}/sizes.json"), ("pipe:curl -s {}/0.tar", "pipe:curl -s {}/0.tar")],
 )
-def test_silence_ends_the_start_with_the_address_and_leaves_nothing_behind(
-    silent: str, shards: str, asked: str
-) -> None:
-    """The output is at its end only when the commands that read from the server have ended too."""
+def test_silence_ends_the_counting_with_the_address(silent: str, shards: str, asked: str) -> None:
+    config = DataConfig(train_data=shards.format(silent), data_timeout=0.5, data_retries=0)
+    with pytest.raises(UserError) as caught:
+        count_remote(config)
+    assert f"nothing came of {asked.format(silent)} for 0.5 seconds (--data-timeout)" in str(caught.value)
+
+
+def test_a_command_that_hangs_does_not_outlive_the_process(silent: str) -> None:
+    """The output is at its end only when all that write to it have ended."""
     done = subprocess.run(
-        [sys.executable, "-c", COUNT, shards.format(silent), "0.5"],
+        [sys.executable, "-c", COUNT, f"pipe:exec curl -s {silent}/0.tar"],
         capture_output=True,
         text=True,
         timeout=HANG_SECONDS,
     )
     assert done.returncode == 1
-    assert f"nothing came of {asked.format(silent)} for 0.5 seconds (--data-timeout)" in done.stderr
+    assert f"nothing came of pipe:exec curl -s {silent}/0.tar for 5 seconds" in done.stderr
 
 
 def loader(data: str, train_num_samples: int | None = None) -> TrainLoader:

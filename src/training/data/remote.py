@@ -60,7 +60,8 @@ class Output:
         self.pipe = pipe
         # A shell that has become its command ends by the signal itself where webdataset expects 128 more.
         pipe.ignore_status.append(-signal.SIGPIPE)
-        # A command that hangs would outlive the process that has stopped waiting for it.
+        # A command that hangs would outlive the process that has stopped waiting for it. (What a shell has
+        # started beside itself, the parts of a pipeline say, is out of reach.)
         weakref.finalize(self, _abandon, pipe)
 
     def read(self, size: int = -1) -> bytes:
