@@ -93,3 +93,8 @@ def test_a_shard_that_cannot_be_counted_does_not_shorten_a_run_that_is_resumed(t
     told = loader(data, train_num_samples=30)
     told.load_state_dict(state)
     assert told.samples_per_epoch == 30
+
+
+def test_an_epoch_of_no_samples_is_refused() -> None:
+    with pytest.raises(UserError, match="--train-num-samples is 0: 1 or more"):
+        DataConfig(train_data="0.tar", train_num_samples=0)

@@ -84,6 +84,10 @@ class DataConfig:
                 f"--json-text-key-probs {self.json_text_key_probs} needs one weight >= 0 for each field of "
                 f"--json-text-key ({self.json_text_key}), not all of them 0."
             )
+        if self.train_num_samples is not None and self.train_num_samples < 1:
+            raise UserError(
+                f"--train-num-samples is {self.train_num_samples}: 1 or more are meant, or none for a count."
+            )
         if self.workers < 0:
             raise UserError(f"--workers is {self.workers}: 0 or more are meant.")
         if not 0 <= self.max_skip_rate <= 1:
