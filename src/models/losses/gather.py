@@ -135,9 +135,8 @@ def gather(
         )
     device, (rank, _) = image_features.device, _place(group)
     pair_images, pair_texts = pair_rows(image_sample, text_sample, len(caption_id))
-    if counts is None:
-        local = (len(image_sample), len(text_sample), len(caption_id), len(pair_images))
-        counts = _exchanged_counts(local, device, group)
+    local = (len(image_sample), len(text_sample), len(caption_id), len(pair_images))
+    counts = counts or _exchanged_counts(local, device, group)
     image_start, text_start = sum(counts.images[:rank]), sum(counts.texts[:rank])
 
     ids = _ids(caption_id, sum(counts.samples[:rank]))

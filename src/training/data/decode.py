@@ -10,7 +10,7 @@ import io
 import math
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,29 +61,23 @@ def open_picture(content: bytes | Pixels, max_pixels: int) -> Image.Image:
     return picture
 
 
+@contextlib.contextmanager
+def undecodable(errors: tuple[type[Exception], ...] = (Exception,)) -> Iterator[None]:
+    """What fails inside by one of these errors is a picture that is left out."""
+    try:
+        yield
+    except errors as error:
+        raise Undecodable("image cannot be decoded") from error
+
+
 def rgb(picture: Image.Image) -> Pixels:
     """A picture's pixels [H, W, 3], whatever its mode (palette, grey, CMYK, 16 bit, alpha), as PIL converts.
 
     Raises:
         Undecodable: the file is damaged.
     """
-    try:
+    with undecodable():  # a damaged file makes Pillow raise almost anything
         return np.array(picture.convert("RGB"))
-    except Exception as error:
-        raise Undecodable("image cannot be decoded") from error
-
-
-def decoded(picture: Image.Image) -> Image.Image:
-    """The picture with its pixels decoded. A damaged file makes Pillow raise almost anything.
-
-    Raises:
-        Undecodable: the file is damaged.
-    """
-    try:
-        picture.load()
-    except Exception as error:
-        raise Undecodable("image cannot be decoded") from error
-    return picture
 
 
 def resize(pixels: Pixels, size: tuple[int, int]) -> Tensor:
@@ -171,19 +165,20 @@ class Exact:
 
     def __call__(self, content: bytes | Pixels, seed: int) -> Pixels:
         """Pixels [H, W, 3] of the tower's size; every random choice is a function of `seed`."""
-        picture = decoded(open_picture(content, self._max_pixels))
+        picture = open_picture(content, self._max_pixels)
+        with undecodable():
+            picture.load()
         state = random.getstate(), torch.get_rng_state()
         if self._random:
             random.seed(seed)
             torch.default_generator.manual_seed(seed)
         try:
-            for step in self._steps:
-                picture = step(picture)
-            return np.array(picture.convert("RGB"))
-        except (MemoryError, ValueError) as error:
-            # a line of pixels that would be resized to gigabytes, a mode that has no RGB; no other error is
-            # the picture's fault
-            raise Undecodable("image cannot be decoded") from error
+            # A line of pixels that would be resized to gigabytes, a mode that has no RGB: no other error is
+            # the picture's fault.
+            with undecodable((MemoryError, ValueError)):
+                for step in self._steps:
+                    picture = step(picture)
+                return np.array(picture.convert("RGB"))
         finally:
             random.setstate(state[0])
             torch.set_rng_state(state[1])
