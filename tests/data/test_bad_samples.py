@@ -237,11 +237,13 @@ def test_a_stuck_reader_of_validation_data_is_told_alike(tmp_path: Path, workers
 
 
 def test_a_position_of_other_data_or_another_cut_is_refused(tmp_path: Path) -> None:
-    write_shards(tmp_path / "a", [8])
-    write_shards(tmp_path / "b", [9])
+    write_shards(tmp_path / "a", [3, 5])
+    write_shards(tmp_path / "b", [3, 6])
+    write_shards(tmp_path / "c", [5, 3])
     state = loader(str(tmp_path / "a"), streams=2).state_dict()
-    with pytest.raises(UserError, match="not what the run was started with"):
-        loader(str(tmp_path / "b")).load_state_dict(state)
+    for other in ("b", "c"):
+        with pytest.raises(UserError, match="not what the run was started with"):
+            loader(str(tmp_path / other)).load_state_dict(state)
     with pytest.raises(UserError, match="2 streams, which must be a multiple of the 1 ranks and divide"):
         loader(str(tmp_path / "a"), batch_size=3).load_state_dict(state)
 

@@ -213,3 +213,13 @@ def test_doctor_takes_the_settings_of_tables(tmp_path: Path, capsys: Any) -> Non
     words += ["--csv-img-key", "picture", "--csv-caption-key", "words", "--csv-label-key", "class"]
     assert doctor(words) == 0
     assert "columns read: picture, words" in capsys.readouterr().out
+
+
+def test_doctor_is_told_the_kind_of_data_that_the_name_does_not_say(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "0.png").write_bytes(picture(0))
+    table = tmp_path / "pairs"
+    table.write_text("filepath,title\n0.png,a dog\n", encoding="utf-8")
+    words = [str(table), "--sheet", str(tmp_path / "sheet.png")]
+    assert doctor(words) == 2
+    assert "--dataset-type says so" in " ".join(capsys.readouterr().err.split())
+    assert doctor([*words, "--dataset-type", "csv"]) == 0

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 from PIL import Image, ImageDraw
@@ -33,6 +34,7 @@ SHEET = 6
 """Pictures along a side of the sheet."""
 SIDE = 160
 SETTINGS = (
+    "dataset-type",
     "image-key",
     "text-key",
     "json-text-key",
@@ -287,9 +289,16 @@ def main(argv: Sequence[str]) -> int:
         "--samples", type=int, default=512, help="samples of each source to decode (%(default)s)"
     )
     parser.add_argument("--sheet", type=Path, default=Path("data.png"), help="PNG of pictures with captions")
+    hints = get_type_hints(DataConfig)
     for name in SETTINGS:
-        default = getattr(DataConfig, name.replace("-", "_"))
-        parser.add_argument(f"--{name}", default=default, help="as for training (%(default)s)")
+        field = name.replace("-", "_")
+        choices = get_args(hints[field]) if get_origin(hints[field]) is Literal else None
+        parser.add_argument(
+            f"--{name}",
+            choices=choices,
+            default=getattr(DataConfig, field),
+            help="as for training (%(default)s)",
+        )
     options = vars(parser.parse_args(list(argv)))
     data, samples, sheet = options.pop("data"), options.pop("samples"), options.pop("sheet")
     config = DataConfig(train_data=data, **options)

@@ -94,9 +94,9 @@ class TrainLoader:
             raise RuntimeError("a position can be loaded only before the first batch is read")
         if list(state["fingerprint"]) != self._data.fingerprint():
             raise UserError(
-                "the data is not what the run was started with (samples, shards, runs of each source: "
-                f"{state['fingerprint']} then, {self._data.fingerprint()} now), so its position means "
-                "nothing. Resume with the same data, or start a new run from the checkpoint's weights."
+                "the data is not what the run was started with (of each source samples, shards, runs and a "
+                f"checksum: {state['fingerprint']} then, {self._data.fingerprint()} now), so its position "
+                "means nothing. Resume with the same data, or start a new run from the checkpoint's weights."
             )
         self._check_count(state)
         self._layout = Layout(

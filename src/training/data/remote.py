@@ -224,16 +224,7 @@ class RemoteShard:
         """One reading from the front of the wanted members, each with the open tar that stands at it."""
         # webdataset's iteration opens the tar itself and takes no class of members, so that it would end
         # without a word where a header is damaged or the connection was cut.
-        with (
-            self._opened() as stream,
-            tarfile.open(
-                fileobj=cast(IO[bytes], stream),
-                mode="r|*",
-                tarinfo=Member,
-                encoding="utf-8",
-                errors=NAME_ERRORS,
-            ) as tar,
-        ):
+        with self._opened() as stream, _open_tar(stream) as tar:
             while (member := tar.next()) is not None:
                 tar.members = []  # type: ignore[attr-defined]  # the list would grow with the shard
                 if member.isfile() and self._select(member.name):
@@ -274,6 +265,20 @@ class RemoteShard:
         split = split_name(name, self._rule)
         assert split is not None
         return split
+
+
+def _open_tar(stream: Checked) -> tarfile.TarFile:
+    """A tar, compressed or not, to be read from its front.
+
+    Raises:
+        ReadError: not even its beginning is there.
+    """
+    try:
+        return tarfile.open(
+            fileobj=cast(IO[bytes], stream), mode="r|*", tarinfo=Member, encoding="utf-8", errors=NAME_ERRORS
+        )
+    except TypeError as error:  # what tarfile makes of a gzip header that ends early
+        raise tarfile.ReadError("cut short inside its first header") from error
 
 
 def _in_words(error: Exception) -> str:

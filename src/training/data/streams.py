@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -95,12 +96,13 @@ class SeekingData:
         return sum(int(source.shard_samples.sum()) for source in self.sources)
 
     def fingerprint(self) -> list[int]:
-        """What must not change under a run that is resumed: numbers of samples, shards and runs."""
-        return [
-            value
-            for source, runs in zip(self.sources, self._runs, strict=True)
-            for value in (int(source.shard_samples.sum()), len(source.shard_samples), len(runs.shard))
-        ]
+        """What must not change under a run that is resumed: of each source the numbers of samples, shards and
+        runs, and a checksum of the samples of each shard, as the order is made of them."""
+        found = []
+        for source, runs in zip(self.sources, self._runs, strict=True):
+            counts = source.shard_samples
+            found += [int(counts.sum()), len(counts), len(runs.shard), zlib.crc32(counts.tobytes())]
+        return found
 
     def found(self) -> str:
         """What the sources offer, for the message that nothing of it is usable."""
