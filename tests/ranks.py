@@ -7,6 +7,7 @@ pool's processes; the next case gets new ones.
 """
 
 import faulthandler
+import functools
 import multiprocessing
 import os
 import tempfile
@@ -20,6 +21,8 @@ import torch
 import torch.distributed as dist
 from launched import HANG_SECONDS
 
+from shardclip.training import parallel
+
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "open_clip", "shardclip.training.loop"])
 
@@ -30,6 +33,8 @@ def _serve(rank: int, world_size: int, rendezvous: str, pipe: Connection) -> Non
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size)
     )
+    # A mesh leaves its groups behind, and each wakes a thread a hundred times a second, for ever.
+    parallel.init_device_mesh = functools.cache(parallel.init_device_mesh)  # type: ignore[assignment]
     dist.init_process_group(
         "gloo",
         init_method=f"file://{rendezvous}",

@@ -10,7 +10,9 @@ process, in turns. Both log every step; the time of a step is that between their
 `decode_limited` is a model so small that it waits for pictures; `model_limited` is a ViT-B/32 of fewer and
 narrower layers that hardly waits. `of_bare_towers` is the latter over its towers alone (bare_towers.py), a
 few steps of each in turns. `time_to_first_step` is from the command to the end of the first step, with the
-small model. Two processes share the global batch and the two cores of one process with two threads.
+small model; its parts are until the model stands (imports are most of it), until the loop begins, and the
+first step with the start of the workers. Two processes share the global batch and the two cores of one
+process with two threads; memory is the peak of the largest process of a run.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from statistics import median
 
 import numpy as np
 from report import Row, compared, in_turns, parser, show
@@ -35,7 +37,11 @@ from shards import caption, caption_words, photograph, write_shard
 
 CONTEXT, SIDE, SHARDS = 77, 224, 4
 STEP_LINE = re.compile(r"Train Epoch: .* Batch \(t\): .* Loss: ([\d.]+) ")
-PHASE_LINE = re.compile(r"([a-z][a-z ]*?) +(\d+\.\d) s$")
+PHASES = ("model", "setup", "first_step")
+"""Of the start."""
+OUR_PHASE_LINES = (re.compile(r"\| model +[\d.]+ s$"), re.compile(r"\| resume +[\d.]+ s$"), STEP_LINE)
+"""What is printed at the end of each."""
+PEER_PHASE_LINES = (re.compile(r"\| Model:$"), re.compile(r"\| Start epoch 0$"), STEP_LINE)
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,9 @@ class Seen:
     losses: list[float]
     """Of every step."""
     phases: dict[str, float]
-    """Seconds of the phases of the start, as the run logged them."""
+    """Seconds of the phases of the start."""
+    memory: int
+    """Peak resident bytes of the largest of its processes."""
 
 
 def cases(quick: bool) -> tuple[Case, Case]:
@@ -142,14 +150,15 @@ def ours(folder: Path, case: Case, *more: str, processes: int = 1, threads: int 
     if processes > 1:
         more = (*more, "--nproc", str(processes))
     with tempfile.TemporaryDirectory(dir=folder) as runs:
-        return watched([*our_command(folder, case, runs, processes), *more], case, threads)
+        command = [*our_command(folder, case, runs, processes), *more]
+        return watched(command, case, threads, OUR_PHASE_LINES)
 
 
 def peer(folder: Path, case: Case, python: str) -> Seen:
     """One run of `open_clip_train.main`."""
     with tempfile.TemporaryDirectory(dir=folder) as runs:
         flags = [*common_flags(folder, case), "--logs", runs, "--name", "run"]
-        return watched([python, "-m", "open_clip_train.main", *flags], case, threads=1)
+        return watched([python, "-m", "open_clip_train.main", *flags], case, 1, PEER_PHASE_LINES)
 
 
 def started(command: list[str], threads: int, alone: bool = False) -> subprocess.Popen[str]:
@@ -159,8 +168,8 @@ def started(command: list[str], threads: int, alone: bool = False) -> subprocess
     return subprocess.Popen(command, text=True, env=environment, start_new_session=alone, **output)
 
 
-def watched(command: list[str], case: Case, threads: int) -> Seen:
-    """Run a trainer to its end and note when each line of a step appears.
+def watched(command: list[str], case: Case, threads: int, phase_lines: tuple[re.Pattern[str], ...]) -> Seen:
+    """Run a trainer to its end and note when each line of a step, or at the end of a phase, appears.
 
     Raises:
         RuntimeError: it failed, or did not log the steps that were asked for.
@@ -168,17 +177,22 @@ def watched(command: list[str], case: Case, threads: int) -> Seen:
     began = time.perf_counter()
     process = started(command, threads)
     assert process.stdout is not None
-    lines, steps, losses, phases = [], [], [], {}
+    lines, steps, losses, moments = [], [], [], [0.0]
     for line in process.stdout:
         lines.append(line.rstrip())
+        now = time.perf_counter() - began
+        if len(moments) <= len(phase_lines) and phase_lines[len(moments) - 1].search(lines[-1]):
+            moments.append(now)
         if found := STEP_LINE.search(line):
-            steps.append(time.perf_counter() - began)
+            steps.append(now)
             losses.append(float(found[1]))
-        elif not steps and (phase := PHASE_LINE.search(lines[-1])):
-            phases[phase[1].strip()] = float(phase[2])
-    if process.wait() or len(steps) != case.warmup + case.steps:
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode or len(steps) != case.warmup + case.steps:
         raise RuntimeError(f"{' '.join(command[1:4])}: {len(steps)} steps, then: " + " | ".join(lines[-3:]))
-    seen = Seen(steps[0], (steps[-1] - steps[case.warmup - 1]) / case.steps, losses, phases)
+    phases = dict(zip(PHASES, (end - start for start, end in pairwise(moments)), strict=True))
+    seconds = (steps[-1] - steps[case.warmup - 1]) / case.steps
+    seen = Seen(steps[0], seconds, losses, phases, 1024 * usage.ru_maxrss)
     told = f"{case.name}, {command[2]}: {seen.step:.3f} s a step, the first after {seen.first_step:.1f} s"
     print(told, file=sys.stderr, flush=True)
     return seen
@@ -217,15 +231,22 @@ class Paced:
         return seconds / steps
 
 
-def against_peer(folder: Path, chosen: argparse.Namespace) -> tuple[list[Row], dict[str, float]]:
-    """The rows that need the peer, and seconds of the phases of our start."""
-    found: dict[str, Row] = {}
-    phases: dict[str, float] = {}
+def figures(case: Case, run: Seen) -> dict[str, float]:
+    """Those of one run, by row."""
+    phases = {f"start_{name}": seconds for name, seconds in run.phases.items()}
+    return {case.name: case.batch / run.step, "time_to_first_step": run.first_step, **phases}
+
+
+def against_peer(folder: Path, chosen: argparse.Namespace) -> list[Row]:
+    """The rows that need the peer."""
     decode, model = cases(chosen.quick)
-    for case in (decode, model):
-        wanted = {case.name: ("samples/s", "higher", 2.0 if case is decode else 1.5)}
-        if case is decode:
-            wanted["time_to_first_step"] = ("s", "lower", 1.0)
+    starting = [Row("time_to_first_step", "s", reach=1.0), *(Row(f"start_{name}", "s") for name in PHASES)]
+    wanted = {
+        decode: [Row(decode.name, "samples/s", "higher", 2.0), *starting],
+        model: [Row(model.name, "samples/s", "higher", 1.5)],
+    }
+    found: list[Row] = []
+    for case, rows in wanted.items():
         try:
             runs = in_turns(
                 partial(ours, folder, case),
@@ -233,18 +254,12 @@ def against_peer(folder: Path, chosen: argparse.Namespace) -> tuple[list[Row], d
                 repeats=chosen.repeats,
             )
         except RuntimeError as error:
-            found |= {
-                name: Row(name, *how, reason=f"a trainer failed: {error}") for name, how in wanted.items()
-            }
+            found += [replace(row, reason=f"a trainer failed: {error}") for row in rows]
             continue
-        for name, (unit, better, reach) in wanted.items():
-            sides = (
-                [run.first_step if unit == "s" else case.batch / run.step for run in side] for side in runs
-            )
-            found[name] = compared(name, unit, *sides, better=better, reach=reach)
-        if case is decode:
-            phases = {name: median(run.phases[name] for run in runs[0]) for name in runs[0][0].phases}
-    return list(found.values()), phases
+        for row in rows:
+            sides = ([figures(case, run)[row.name] for run in side] for side in runs)
+            found.append(compared(row.name, row.unit, *sides, better=row.better, reach=row.reach))
+    return found
 
 
 def bare_towers(folder: Path, chosen: argparse.Namespace) -> Row:
@@ -280,14 +295,22 @@ def two_processes(folder: Path, chosen: argparse.Namespace) -> list[Row]:
                 runs[engine].append(ours(folder, half, f"--{engine}", processes=2))
         for engine in ("ddp", "fsdp"):
             pairs = list(zip(runs[engine][0].losses, runs["single"][0].losses, strict=True))
-            if any(abs(one - other) > 1e-3 * other for one, other in pairs):
+            # Lines have five digits.
+            if any(abs(one - other) > 1e-4 * other for one, other in pairs):
                 raise RuntimeError(f"losses of {engine} on two processes are not those of one: {pairs}")
     except RuntimeError as error:
-        return [Row(name, "s", reason=str(error)) for name in ("ddp_over_single", "fsdp_over_ddp")]
+        return [
+            Row(f"{name}{what}", unit, reason=str(error))
+            for what, unit in (("", "s"), ("_memory", "MB"))
+            for name in ("ddp_over_single", "fsdp_over_ddp")
+        ]
     seconds = {name: [run.step for run in found] for name, found in runs.items()}
+    memory = {name: [run.memory / 1e6 for run in found] for name, found in runs.items()}
     return [
         compared("ddp_over_single", "s", seconds["ddp"], seconds["single"]),
         compared("fsdp_over_ddp", "s", seconds["fsdp"], seconds["ddp"]),
+        compared("ddp_over_single_memory", "MB", memory["ddp"], memory["single"]),
+        compared("fsdp_over_ddp_memory", "MB", memory["fsdp"], memory["ddp"]),
     ]
 
 
@@ -299,8 +322,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="bench-train-") as name:
         folder = Path(name)
         make_data(folder, chosen.quick)
-        rows, phases = against_peer(folder, chosen)
-        rows = [*rows, bare_towers(folder, chosen), *two_processes(folder, chosen)]
+        rows = [*against_peer(folder, chosen), bare_towers(folder, chosen), *two_processes(folder, chosen)]
     show(
         "train",
         rows,
@@ -308,7 +330,6 @@ def main() -> None:
         packages=("torch", "open_clip_torch", "shardclip"),
         as_json=chosen.json,
         cases=[asdict(case) for case in cases(chosen.quick)],
-        phases_of_our_start=phases,
     )
 
 

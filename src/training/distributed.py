@@ -7,13 +7,14 @@ with start(DistributedConfig()) as processes:
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -27,6 +28,9 @@ from shardclip.errors import UserError
 from shardclip.training.environment import LaunchEnvironment, Source, read_environment
 from shardclip.training.network import let_gloo_use_the_way_to
 from shardclip.training.signals import StopRequest
+
+_GOODBYE = timedelta(seconds=5)
+"""How long rank 0 waits for the others where the start has failed on all."""
 
 
 @dataclass(frozen=True)
@@ -230,6 +234,19 @@ def current(device: torch.device | None = None) -> Processes:
     return Processes(rank, world_size, local_rank, local_world_size, device, "torchrun", host, store)
 
 
+def cpu_group(purpose: str, timeout: timedelta) -> dist.ProcessGroup:
+    """A gloo group of all ranks, so that its collectives mix with those of no other purpose. It lasts as long
+    as the processes do; collective when it is asked for first."""
+    return _cpu_group(dist.group.WORLD, purpose, timeout)
+
+
+@functools.cache
+def _cpu_group(world: dist.ProcessGroup, purpose: str, timeout: timedelta) -> dist.ProcessGroup:
+    group = dist.new_group(backend="gloo", timeout=timeout, group_desc=purpose)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
 @contextmanager
 def start(config: DistributedConfig, stop: StopRequest | None = None) -> Iterator[Processes]:
     """Join the other processes of the launch, for as long as the context lasts.
@@ -254,8 +271,14 @@ def start(config: DistributedConfig, stop: StopRequest | None = None) -> Iterato
         timedelta(minutes=config.dist_timeout_minutes),
         stop=stop or StopRequest(),
     )
-    with processes.together("choosing a device"):
-        processes = replace(processes, device=choose_device(config, launch))
+    try:
+        with processes.together("choosing a device"):
+            processes = replace(processes, device=choose_device(config, launch))
+    except (UserError, RemoteFailure):
+        if store is not None:
+            with suppress(dist.DistError):
+                _leave(processes, store, _GOODBYE)
+        raise
     _set_threads(config, processes)
     if store is not None:
         if launch.local_world_size < launch.world_size and (
@@ -277,13 +300,13 @@ def start(config: DistributedConfig, stop: StopRequest | None = None) -> Iterato
         if store is not None:
             dist.destroy_process_group()
     if store is not None:
-        _leave(processes, store)
+        _leave(processes, store, processes.patience)
 
 
-def _leave(processes: Processes, store: dist.Store) -> None:
+def _leave(processes: Processes, store: dist.Store, patience: timedelta) -> None:
     """Rank 0 may host the store, so it goes last; the others' final `set` asks for no answer."""
     if processes.is_primary:
-        store.wait(["shardclip/all_left"], processes.patience)
+        store.wait(["shardclip/all_left"], patience)
     elif store.add("shardclip/left", 1) == processes.world_size - 1:
         store.set("shardclip/all_left", "1")
 

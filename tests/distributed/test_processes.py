@@ -163,13 +163,26 @@ def test_b22_a_rank_whose_peers_were_never_started_says_so(tmp_path: Path) -> No
 
 
 def test_there_is_no_gpu_to_ask_for(tmp_path: Path) -> None:
-    with Launched(tmp_path, torchrun_environments(2), _ask_for_a_gpu) as run:
+    """Rank 0, which holds the store, waits for a rank that reads late in it why the start has failed."""
+    os.mkfifo(tmp_path / "open until rank 0 ends")
+    with Launched(tmp_path, torchrun_environments(2), _ask_for_a_gpu, tmp_path) as run:
         assert run.end() == [EXIT_USER] * 2
         assert "--device cpu" in run.said(0)
 
 
-def _ask_for_a_gpu() -> int:
+def _ask_for_a_gpu(folder: Path) -> int:
     torch.cuda.is_available = lambda: False
+    meet, is_first = Processes._meet, os.environ["RANK"] == "0"
+    end = os.open(folder / "open until rank 0 ends", os.O_WRONLY if is_first else os.O_RDONLY)
+
+    def meet_and_linger(self: Processes, key: str) -> None:
+        meet(self, key)
+        if not is_first:
+            ended = select.poll()
+            ended.register(end)
+            ended.poll(2000)
+
+    Processes._meet = meet_and_linger  # type: ignore[method-assign]
     return run_worker(lambda processes: 0, DistributedConfig(device="cuda"))
 
 

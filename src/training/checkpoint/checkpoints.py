@@ -35,6 +35,7 @@ from shardclip.training.checkpoint.storage import (
     reason,
     samples_of,
 )
+from shardclip.training.distributed import cpu_group
 
 _log = logging.getLogger(__name__)
 _PACKAGES = ("shardclip", "torch", "open_clip_torch", "timm", "transformers")
@@ -262,11 +263,9 @@ class Checkpoints:
             _log.warning("an old checkpoint could not be removed: %s", error)
 
     def _own_group(self) -> dist.ProcessGroup | None:
-        """A gloo group of its own: a save runs beside training, and must not mix its collectives with it."""
+        """A save runs beside training, and must not mix its collectives with it."""
         if dist.is_initialized():
-            group = dist.new_group(backend="gloo", timeout=timedelta(hours=1))
-            assert isinstance(group, dist.ProcessGroup)
-            return group
+            return cpu_group("checkpoints", timedelta(hours=1))
         # Not `catch_warnings`: the save that warns runs in another thread.
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
         return None

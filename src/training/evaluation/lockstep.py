@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from shardclip.training.distributed import Processes
+from shardclip.training.distributed import Processes, cpu_group
 from shardclip.training.evaluation.progress import Progress
 from shardclip.training.fetching import Stoppable
 from shardclip.training.signals import Stopped
@@ -77,22 +77,9 @@ def _highest(state: int, processes: Processes) -> int:
     if not processes.is_distributed:
         return state
     shared = torch.tensor(state)
-    dist.all_reduce(shared, dist.ReduceOp.MAX, group=_patient_group(processes))
+    # A limit that a long evaluation does not meet.
+    dist.all_reduce(shared, dist.ReduceOp.MAX, group=cpu_group("lockstep", processes.patience))
     return int(shared)
-
-
-_patient_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
-
-
-def _patient_group(processes: Processes) -> dist.ProcessGroup:
-    """All ranks, on the CPU, with a time limit that a long evaluation does not meet; made once."""
-    world = dist.group.WORLD
-    assert world is not None
-    if world not in _patient_groups:
-        group = dist.new_group(backend="gloo", timeout=processes.patience)
-        assert isinstance(group, dist.ProcessGroup)
-        _patient_groups[world] = group
-    return _patient_groups[world]
 
 
 def first_known(value: Any, processes: Processes) -> Any:
