@@ -29,8 +29,8 @@ from shardclip.training.environment import LaunchEnvironment, Source, read_envir
 from shardclip.training.network import let_gloo_use_the_way_to
 from shardclip.training.signals import StopRequest
 
-_GOODBYE = timedelta(seconds=5)
-"""How long rank 0 waits for the others where the start has failed on all."""
+GOODBYE = timedelta(seconds=5)
+"""How long the ranks of a run that has failed wait for each other while they end."""
 
 
 @dataclass(frozen=True)
@@ -277,7 +277,7 @@ def start(config: DistributedConfig, stop: StopRequest | None = None) -> Iterato
     except (UserError, RemoteFailure):
         if store is not None:
             with suppress(dist.DistError):
-                _leave(processes, store, _GOODBYE)
+                _leave(processes, store, GOODBYE)
         raise
     _set_threads(config, processes)
     if store is not None:

@@ -18,7 +18,6 @@ import traceback
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
@@ -26,7 +25,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from shardclip.errors import UserError
-from shardclip.training.distributed import Processes
+from shardclip.training.distributed import GOODBYE, Processes
 
 EXIT_FAILURE = 1
 """Something broke; a restart may help."""
@@ -34,9 +33,6 @@ EXIT_USER = 2
 """A mistake in flags, data or environment: a restart will not help."""
 EXIT_REQUEUE = 85
 """The run was asked to stop, has saved, and goes on under the same command: batch scripts requeue on it."""
-
-_GOODBYE = timedelta(seconds=5)
-"""How long the ranks wait for each other while they end."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +182,7 @@ class Watcher:
     def _end(self, failure: Failure) -> NoReturn:
         """Rank 0 reports (rank 1 if 0 is dead), all wait for the report, and the reporter goes last."""
         code = exit_code_for_launcher(failure.code)
-        guard = threading.Timer(_GOODBYE.total_seconds() * 3, os._exit, [code])
+        guard = threading.Timer(GOODBYE.total_seconds() * 3, os._exit, [code])
         guard.daemon = True
         guard.start()
         reporter = 1 if failure.died and failure.rank == 0 else 0
@@ -196,9 +192,9 @@ class Watcher:
                 self._report_once(failure)
                 self._store.set("reported", "1")
                 if others:
-                    self._store.wait(["all_told"], _GOODBYE)
+                    self._store.wait(["all_told"], GOODBYE)
             else:
-                self._store.wait(["reported"], _GOODBYE)
+                self._store.wait(["reported"], GOODBYE)
                 if self._store.add("told", 1) == others:
                     self._store.set("all_told", "1")
         except dist.DistError:
