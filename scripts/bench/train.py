@@ -8,11 +8,11 @@ in the mean, log-normal, 3 % over the limit), model, batch, precision (fp32), wo
 process, in turns. Both log every step; the time of a step is that between their lines, the first ones apart.
 
 `decode_limited` is a model so small that it waits for pictures; `model_limited` is a ViT-B/32 of fewer and
-narrower layers that hardly waits. `of_bare_towers` is the latter over its towers alone (bare_towers.py), a
-few steps of each in turns. `time_to_first_step` is from the command to the end of the first step, with the
-small model; its parts are until the model stands (imports are most of it), until the loop begins, and the
-first step with the start of the workers. Two processes share the global batch and the two cores of one
-process with two threads; memory is the peak of the largest process of a run.
+narrower layers that hardly waits, a few steps of each trainer in turns. `of_bare_towers` is the latter over
+its towers alone (bare_towers.py), in the same way. `time_to_first_step` is from the command to the end of
+the first step, with the small model; its parts are until the model stands (imports are most of it), until the
+loop begins, and the first step with the start of the workers. Two processes share the global batch and the
+two cores of one process with two threads; memory is the peak of the largest process of a run.
 """
 
 from __future__ import annotations
@@ -154,11 +154,16 @@ def ours(folder: Path, case: Case, *more: str, processes: int = 1, threads: int 
         return watched(command, case, threads, OUR_PHASE_LINES)
 
 
+def peer_command(folder: Path, case: Case, python: str, runs: str | Path) -> list[str]:
+    """`open_clip_train.main` with a folder for its runs."""
+    flags = [*common_flags(folder, case), "--logs", str(runs), "--name", "run"]
+    return [python, "-m", "open_clip_train.main", *flags]
+
+
 def peer(folder: Path, case: Case, python: str) -> Seen:
     """One run of `open_clip_train.main`."""
     with tempfile.TemporaryDirectory(dir=folder) as runs:
-        flags = [*common_flags(folder, case), "--logs", runs, "--name", "run"]
-        return watched([python, "-m", "open_clip_train.main", *flags], case, 1, PEER_PHASE_LINES)
+        return watched(peer_command(folder, case, python, runs), case, 1, PEER_PHASE_LINES)
 
 
 def started(command: list[str], threads: int, alone: bool = False) -> subprocess.Popen[str]:
@@ -237,50 +242,58 @@ def figures(case: Case, run: Seen) -> dict[str, float]:
     return {case.name: case.batch / run.step, "time_to_first_step": run.first_step, **phases}
 
 
-def against_peer(folder: Path, chosen: argparse.Namespace) -> list[Row]:
-    """The rows that need the peer."""
-    decode, model = cases(chosen.quick)
-    starting = [Row("time_to_first_step", "s", reach=1.0), *(Row(f"start_{name}", "s") for name in PHASES)]
-    wanted = {
-        decode: [Row(decode.name, "samples/s", "higher", 2.0), *starting],
-        model: [Row(model.name, "samples/s", "higher", 1.5)],
-    }
-    found: list[Row] = []
-    for case, rows in wanted.items():
-        try:
-            runs = in_turns(
-                partial(ours, folder, case),
-                partial(peer, folder, case, chosen.peer_python),
-                repeats=chosen.repeats,
-            )
-        except RuntimeError as error:
-            found += [replace(row, reason=f"a trainer failed: {error}") for row in rows]
-            continue
-        for row in rows:
-            sides = ([figures(case, run)[row.name] for run in side] for side in runs)
-            found.append(compared(row.name, row.unit, *sides, better=row.better, reach=row.reach))
+def starting_and_decoding(folder: Path, chosen: argparse.Namespace) -> list[Row]:
+    """The case that decoding limits, and the time to the first step: whole runs in turns."""
+    case, _ = cases(chosen.quick)
+    rows = [
+        Row(case.name, "samples/s", "higher", 2.0),
+        Row("time_to_first_step", "s", reach=1.0),
+        *(Row(f"start_{name}", "s") for name in PHASES),
+    ]
+    try:
+        runs = in_turns(
+            partial(ours, folder, case),
+            partial(peer, folder, case, chosen.peer_python),
+            repeats=chosen.repeats,
+        )
+    except RuntimeError as error:
+        return [replace(row, reason=f"a trainer failed: {error}") for row in rows]
+    found = []
+    for row in rows:
+        sides = ([figures(case, run)[row.name] for run in side] for side in runs)
+        found.append(compared(row.name, row.unit, *sides, better=row.better, reach=row.reach))
     return found
 
 
-def bare_towers(folder: Path, chosen: argparse.Namespace) -> Row:
-    """End to end over the bare towers, on the same tokens, a few steps of each in turns: the pace of a shared
-    machine differs more from one minute to the next than the two sides do."""
+def model_limited(folder: Path, chosen: argparse.Namespace) -> list[Row]:
+    """The case that the model limits, against the peer and against the bare towers on the same tokens: a few
+    steps of each in turns, as the pace of a shared machine differs more from one minute to the next than the
+    two sides may do."""
     _, case = cases(chosen.quick)
     turns, each = 4 * chosen.repeats, 3
     steps = case.warmup + turns * each
     # One more than are measured: a line comes when the step after it has begun.
-    whole = our_command(folder, replace(case, warmup=0, steps=steps + 1), folder / "runs")
+    longer = replace(case, warmup=0, steps=steps + 1)
     towers = [sys.executable, str(Path(__file__).with_name("bare_towers.py")), str(folder)]
     towers += ["--steps", str(steps), *["--quick"] * chosen.quick]
-    try:
-        with Paced(whole, STEP_LINE) as trainer, Paced(towers, re.compile("^step$")) as bare:
-            trainer.seconds(case.warmup)
-            bare.seconds(case.warmup)
-            seconds = in_turns(lambda: trainer.seconds(each), lambda: bare.seconds(each), repeats=turns)
-    except RuntimeError as error:
-        return Row("of_bare_towers", "samples/s", "higher", 0.95, reason=str(error))
-    rates = ([case.batch / step for step in side] for side in seconds)
-    return compared("of_bare_towers", "samples/s", *rates, better="higher", reach=0.95)
+    others = {
+        case.name: (peer_command(folder, longer, chosen.peer_python, folder / "peer"), STEP_LINE, 1.5),
+        "of_bare_towers": (towers, re.compile("^step$"), 0.95),
+    }
+    rows = []
+    for name, (command, line, reach) in others.items():
+        whole = our_command(folder, longer, folder / f"runs-{name}")
+        try:
+            with Paced(whole, STEP_LINE) as trainer, Paced(command, line) as other:
+                trainer.seconds(case.warmup)
+                other.seconds(case.warmup)
+                seconds = in_turns(lambda: trainer.seconds(each), lambda: other.seconds(each), repeats=turns)
+        except RuntimeError as error:
+            rows.append(Row(name, "samples/s", "higher", reach, reason=str(error)))
+            continue
+        rates = ([case.batch / step for step in side] for side in seconds)
+        rows.append(compared(name, "samples/s", *rates, better="higher", reach=reach))
+    return rows
 
 
 def two_processes(folder: Path, chosen: argparse.Namespace) -> list[Row]:
@@ -322,7 +335,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="bench-train-") as name:
         folder = Path(name)
         make_data(folder, chosen.quick)
-        rows = [*against_peer(folder, chosen), bare_towers(folder, chosen), *two_processes(folder, chosen)]
+        rows = [
+            *starting_and_decoding(folder, chosen),
+            *model_limited(folder, chosen),
+            *two_processes(folder, chosen),
+        ]
     show(
         "train",
         rows,
