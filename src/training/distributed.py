@@ -11,7 +11,6 @@ import functools
 import itertools
 import json
 import os
-import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -27,6 +26,7 @@ import torch.distributed as dist
 from shardclip.errors import UserError
 from shardclip.training.environment import LaunchEnvironment, Source, read_environment
 from shardclip.training.network import let_gloo_use_the_way_to
+from shardclip.training.rendezvous import join_store, meeting_point
 from shardclip.training.signals import StopRequest
 
 GOODBYE = timedelta(seconds=5)
@@ -257,7 +257,7 @@ def start(config: DistributedConfig, stop: StopRequest | None = None) -> Iterato
         UserError: the environment is contradictory, the other ranks do not come, or there is no such device.
     """
     launch = read_environment(os.environ, config.dist_url)
-    store = _join_store(launch, config) if launch.world_size > 1 else None
+    store = join_store(launch, config.dist_start_minutes) if launch.world_size > 1 else None
     processes = Processes(
         launch.rank,
         launch.world_size,
@@ -281,9 +281,7 @@ def start(config: DistributedConfig, stop: StopRequest | None = None) -> Iterato
         raise
     _set_threads(config, processes)
     if store is not None:
-        if launch.local_world_size < launch.world_size and (
-            host := urlparse(_meeting_point(launch)).hostname
-        ):
+        if launch.local_world_size < launch.world_size and (host := urlparse(meeting_point(launch)).hostname):
             let_gloo_use_the_way_to(host)
         dist.init_process_group(
             _backend(config, processes.device),
@@ -309,61 +307,6 @@ def _leave(processes: Processes, store: dist.Store, patience: timedelta) -> None
         store.wait(["shardclip/all_left"], patience)
     elif store.add("shardclip/left", 1) == processes.world_size - 1:
         store.set("shardclip/all_left", "1")
-
-
-def _join_store(launch: LaunchEnvironment, config: DistributedConfig) -> dist.Store:
-    timeout = timedelta(minutes=config.dist_start_minutes)
-    try:
-        store, _, _ = next(
-            dist.rendezvous(launch.rendezvous, launch.rank, launch.world_size, timeout=timeout)
-        )
-        store.set_timeout(timeout)
-        number = _number_of_start(store, launch.rank, launch.world_size, timeout)
-    except (dist.DistError, ValueError) as error:
-        raise UserError(
-            f"Rank {launch.rank} of {launch.world_size} ({launch.source}, host {launch.host}) waited "
-            f"{config.dist_start_minutes:g} minutes at {_meeting_point(launch)} and not all ranks came. Were "
-            f"{launch.world_size} processes started, and can they reach that address? "
-            f"({str(error).splitlines()[0]})"
-        ) from error
-    return dist.PrefixStore(f"start/{number}", store)
-
-
-def _number_of_start(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> int:
-    """A number that the processes of this start share and those of no earlier one had; waits for all of them.
-
-    The agent of torchrun keeps its store when it starts the processes again, and with it all that the ended
-    ones wrote: the failure that ended them, above all. Each process takes a ticket. That of rank 0 is the
-    number, and it answers all tickets until all ranks have heard; those of processes that ended do no harm.
-
-    Raises:
-        DistError: not all came in time.
-    """
-    ticket = store.add("shardclip/tickets", 1)
-    if rank != 0:
-        store.wait([answer := f"shardclip/answer/{ticket}"], timeout)
-        number = int(store.get(answer))
-        if store.add(f"shardclip/heard/{number}", 1) == world_size - 1:
-            store.set(f"shardclip/complete/{number}", "1")
-        store.wait([f"shardclip/complete/{number}"], timeout)
-        return number
-    answered, deadline = 0, time.monotonic() + timeout.total_seconds()
-    while not store.check([f"shardclip/complete/{ticket}"]):
-        taken = store.add("shardclip/tickets", 0)
-        for other in range(answered + 1, taken + 1):
-            store.set(f"shardclip/answer/{other}", str(ticket))
-        answered = taken
-        if time.monotonic() > deadline:
-            heard = store.add(f"shardclip/heard/{ticket}", 0)
-            raise dist.DistError(f"{heard + 1} of {world_size} ranks came")
-        time.sleep(0.02)
-    return ticket
-
-
-def _meeting_point(launch: LaunchEnvironment) -> str:
-    if launch.rendezvous.startswith("env://"):
-        return f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    return launch.rendezvous
 
 
 def choose_device(config: DistributedConfig, launch: LaunchEnvironment) -> torch.device:
