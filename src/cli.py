@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardclip.errors import UserError
+from shardclip.errors import UserError, complain
 
 if TYPE_CHECKING:
     from shardclip.training.distributed import Processes
@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return getattr(importlib.import_module(verb.module), verb.function)(words[1:])
     except UserError as error:
         if _speaks_for_its_host():
-            print(f"shardclip: {error}", file=sys.stderr)
+            complain(f"shardclip: {error}")
         return 2
 
 

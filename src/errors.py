@@ -1,4 +1,6 @@
-"""The one exception for what a user can put right: its text is shown without a stack trace."""
+"""The one exception for what a user can put right, and how what ends a run is said: without a stack trace."""
+
+import sys
 
 
 class UserError(Exception):
@@ -6,3 +8,10 @@ class UserError(Exception):
 
     The message says what is wrong, where, and what to do.
     """
+
+
+def complain(text: str) -> None:
+    """Say `text` on standard error, as one write: lines that several processes say at once do not mix."""
+    # `print` writes the end of the line by itself where PYTHONUNBUFFERED is set.
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()

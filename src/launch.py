@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
-from shardclip.errors import UserError
+from shardclip.errors import UserError, complain
 
 T = TypeVar("T")
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -142,9 +142,7 @@ def launch_command(config: LaunchConfig, command: Sequence[str]) -> int:
 
 def _code_without_meeting_point(config: LaunchConfig, workers_ran: bool, error: Exception) -> int:
     if workers_ran:
-        print(
-            f"shardclip: the machine at {config.rdzv_endpoint} has ended the run", file=sys.stderr, flush=True
-        )
+        complain(f"shardclip: the machine at {config.rdzv_endpoint} has ended the run")
         return 1
     raise UserError(
         f"The {config.nnodes} machines did not meet at {config.rdzv_endpoint} within {config.rdzv_minutes:g} "
@@ -191,7 +189,7 @@ def _code_of_first_failure(error: Any) -> int:
         return failure.exitcode
     name = signal.Signals(-failure.exitcode).name
     hint = " (out of memory?)" if name == "SIGKILL" else ""
-    print(f"shardclip: the process of rank {rank} was ended by {name}{hint}", file=sys.stderr, flush=True)
+    complain(f"shardclip: the process of rank {rank} was ended by {name}{hint}")
     return 128 - failure.exitcode
 
 

@@ -24,7 +24,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from shardclip.errors import UserError
+from shardclip.errors import UserError, complain
 from shardclip.training.distributed import GOODBYE, Processes
 
 EXIT_FAILURE = 1
@@ -254,7 +254,7 @@ def exit_code_for_launcher(code: int) -> int:
 
 def report(failure: Failure, files: Iterable[Path]) -> None:
     """Say on standard error, and in log files, why the run ends."""
-    print(failure, file=sys.stderr, flush=True)
+    complain(str(failure))
     for path in files:
         with suppress(OSError), path.open("a", encoding="utf-8") as file:
             file.write(f"{failure}\n")

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from shardclip.errors import UserError
+from shardclip.errors import UserError, complain
 from shardclip.training.distributed import DistributedConfig, Processes, start
 from shardclip.training.failure import EXIT_USER, Failure, Watcher, exit_code_for_launcher, report
 from shardclip.training.signals import StopRequest, stop_on_signals
@@ -35,7 +34,7 @@ def run_worker(main: Callable[[Processes], int], config: DistributedConfig) -> i
                 code = work(main, processes, config.dist_lost_seconds)
         except UserError as error:
             # The ranks have not met yet, so each speaks for itself.
-            print(f"shardclip: {error}", file=sys.stderr, flush=True)
+            complain(f"shardclip: {error}")
             code = EXIT_USER
     if "RANK" in os.environ:
         # torchrun sends SIGTERM to those who leave after the first; the work is done.

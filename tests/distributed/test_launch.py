@@ -57,7 +57,7 @@ def work(processes):
     processes.stop.tell(asked.set)
     asked.wait()
     assert processes.stop_agreed()
-    print("stopped by", processes.stop.reason, flush=True)
+    print(f"stopped by {processes.stop.reason}\\n", end="", flush=True)
     return 85
 
 sys.exit(run_worker(work, DistributedConfig(device="cpu")))
