@@ -8,7 +8,7 @@ in the mean, log-normal, 3 % over the limit), model, batch, precision (fp32), wo
 process, in turns. Both log every step; the time of a step is that between their lines, the first ones apart.
 
 `decode_limited` is a model so small that it waits for pictures; `model_limited` is a ViT-B/32 of fewer and
-narrower layers that hardly waits, a few steps of each trainer in turns. `of_bare_towers` is the latter over
+narrower layers that hardly waits, a step of each trainer in turns. `of_bare_towers` is the latter over
 its towers alone (bare_towers.py), in the same way. `time_to_first_step` is from the command to the end of
 the first step, with the small model; its parts are until the model stands (imports are most of it), until the
 loop begins, and the first step with the start of the workers. Two processes share the global batch and the
@@ -204,36 +204,38 @@ def watched(command: list[str], case: Case, threads: int, phase_lines: tuple[re.
 
 
 class Paced:
-    """A process that prints a line after each step, and stands still except while it is asked for some."""
+    """A process that prints a line after each step, and stands still after its first ones except while it is
+    asked for another."""
 
-    def __init__(self, command: list[str], line: re.Pattern[str]) -> None:
-        self._command, self._line = command, line
+    def __init__(self, command: list[str], line: re.Pattern[str], warmup: int) -> None:
+        self._command, self._line, self._warmup = command, line, warmup
 
     def __enter__(self) -> Paced:
         self._process = started(self._command, threads=1, alone=True)
+        for _ in range(self._warmup):
+            self.step()
         return self
 
     def __exit__(self, *_: object) -> None:
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.communicate()
 
-    def seconds(self, steps: int) -> float:
-        """Seconds of a step, the mean over the next `steps`.
+    def step(self) -> float:
+        """Seconds of the next step.
 
         Raises:
             RuntimeError: the process ended before.
         """
         assert self._process.stdout is not None
         os.killpg(self._process.pid, signal.SIGCONT)
-        began, left, said = time.perf_counter(), steps, ""
-        while left:
-            line = self._process.stdout.readline()
+        began, line = time.perf_counter(), "nothing"
+        while not self._line.search(line):
+            said, line = line, self._process.stdout.readline()
             if not line:
                 raise RuntimeError(f"{' '.join(self._command[1:4])} ended too soon: {said.strip()}")
-            left, said = left - bool(self._line.search(line)), line
         seconds = time.perf_counter() - began
         os.killpg(self._process.pid, signal.SIGSTOP)
-        return seconds / steps
+        return seconds
 
 
 def figures(case: Case, run: Seen) -> dict[str, float]:
@@ -266,12 +268,12 @@ def starting_and_decoding(folder: Path, chosen: argparse.Namespace) -> list[Row]
 
 
 def model_limited(folder: Path, chosen: argparse.Namespace) -> list[Row]:
-    """The case that the model limits, against the peer and against the bare towers on the same tokens: a few
-    steps of each in turns, as the pace of a shared machine differs more from one minute to the next than the
-    two sides may do."""
+    """The case that the model limits, against the peer and against the bare towers on the same tokens: a step
+    of each in turns, as the pace of a shared machine differs more from one second to the next than the two
+    sides may do."""
     _, case = cases(chosen.quick)
-    turns, each = 4 * chosen.repeats, 3
-    steps = case.warmup + turns * each
+    turns = 12 * chosen.repeats
+    steps = case.warmup + turns
     # One more than are measured: a line comes when the step after it has begun.
     longer = replace(case, warmup=0, steps=steps + 1)
     towers = [sys.executable, str(Path(__file__).with_name("bare_towers.py")), str(folder)]
@@ -284,10 +286,8 @@ def model_limited(folder: Path, chosen: argparse.Namespace) -> list[Row]:
     for name, (command, line, reach) in others.items():
         whole = our_command(folder, longer, folder / f"runs-{name}")
         try:
-            with Paced(whole, STEP_LINE) as trainer, Paced(command, line) as other:
-                trainer.seconds(case.warmup)
-                other.seconds(case.warmup)
-                seconds = in_turns(lambda: trainer.seconds(each), lambda: other.seconds(each), repeats=turns)
+            with Paced(whole, STEP_LINE, case.warmup) as trainer, Paced(command, line, case.warmup) as other:
+                seconds = in_turns(trainer.step, other.step, repeats=turns)
         except RuntimeError as error:
             rows.append(Row(name, "samples/s", "higher", reach, reason=str(error)))
             continue

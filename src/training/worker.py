@@ -14,6 +14,7 @@ from pathlib import Path
 from shardclip.errors import UserError, complain
 from shardclip.training.distributed import DistributedConfig, Processes, start
 from shardclip.training.failure import EXIT_USER, Failure, Watcher, exit_code_for_launcher, report
+from shardclip.training.heap import keep_freed_memory
 from shardclip.training.signals import StopRequest, stop_on_signals
 
 
@@ -25,6 +26,7 @@ def run_worker(main: Callable[[Processes], int], config: DistributedConfig) -> i
     phase, step, samples and its trace and exit code 1. In a run of several processes that ending does not
     return from here: a rank that waits in a collective cannot be unwound.
     """
+    keep_freed_memory()
     stop = StopRequest()
     with stop_on_signals(stop):
         _register_with_launcher(stop)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -16,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from shardclip.errors import UserError
 from shardclip.training.fetching import Fetched
+from shardclip.training.heap import keep_freed_memory
 
 NAME_BYTES = 512
 
@@ -119,16 +118,3 @@ def _explained(error: Exception, now_reading: NowReading, seconds: float, rank: 
         f"a reading process of rank {rank} has died ({error}); often the memory of the machine or of "
         f"/dev/shm was used up, and fewer --workers help. The workers were reading: {reading}."
     )
-
-
-def keep_freed_memory() -> None:
-    """Have glibc keep freed blocks of picture size for the next pictures, up to 128 MiB.
-
-    By default each one goes back to the kernel, and touching its pages anew costs about as much as half of
-    the decoding. Does nothing under another C library.
-    """
-    trim_threshold, mmap_threshold = -1, -3  # malloc.h: M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
-    with contextlib.suppress(OSError, AttributeError):
-        libc = ctypes.CDLL(None)
-        libc.mallopt(mmap_threshold, 32 * 2**20)
-        libc.mallopt(trim_threshold, 128 * 2**20)
