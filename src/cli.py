@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -19,6 +20,9 @@ from shardclip.errors import UserError, complain
 
 if TYPE_CHECKING:
     from shardclip.training.distributed import Processes
+
+SPEAKER_SECONDS = 5.0
+"""What the silent ones leave to the process that speaks for its host: torchrun ends all when one ends."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         if _speaks_for_its_host():
             complain(f"shardclip: {error}")
+        else:
+            time.sleep(SPEAKER_SECONDS)
         return 2
 
 

@@ -79,8 +79,10 @@ def test_b25_b40_a_run_that_is_stopped_and_killed_again_and_again_loses_nothing(
         assert stopped.saved == stopped.made
     assert while_data_stalls.made == in_training.made + 1
     assert killed.codes == [EXIT_FAILURE, -signal.SIGKILL]
-    # Saves are asked for after every other step, so the fifth is made again.
-    assert (killed.saved, killed.made) == (4, 5)
+    # Saves are asked for after every other step, so the fifth is made again; rank 0 may be ended before it
+    # has noted it.
+    assert killed.saved == 4
+    assert killed.made in (4, 5)
     last = Finished(tmp_path, eight_steps(tmp_path, "run", 2, "--resume", "latest"))
     assert last.codes == [0, 0], last.said
 
