@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from shardclip.models.factory import ModelSpec, tokenizer
+from shardclip.models.pretrained import CONFIG_NAME, WEIGHTS_NAME
 from shardclip.models.weights import to_open_clip
 
 Format = Literal["safetensors", "pt", "hf"]
-CONFIG_NAME, WEIGHTS_NAME = "open_clip_config.json", "open_clip_model.safetensors"
 _DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",

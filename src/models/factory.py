@@ -11,7 +11,6 @@ import difflib
 import json
 import logging
 import math
-import pickle
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,10 +23,12 @@ from torch import Tensor, nn
 
 from shardclip.errors import UserError
 from shardclip.models.dual_encoder import DualEncoder
-from shardclip.models.weights import read_file
-
-_log = logging.getLogger(__name__)
-_CONFIG_FILE = "open_clip_config.json"
+from shardclip.models.pretrained import (
+    CONFIG_NAME,
+    from_hub,
+    load_starting_weights,
+    text_tower_is_pretrained,
+)
 
 CONFIGS = Path(__file__).parent / "configs"
 """Architectures that ship beside open_clip's: JSON files in its form, named like the model."""
@@ -39,15 +40,15 @@ class ModelConfig:
 
     model: str = "ViT-B-32"
     """Architecture: ViT-G-14, ViT-X-14, mt5-xxl-ViT-G-14, a name of open_clip's list, or `local-dir:FOLDER` /
-    `hf-hub:NAME`."""
+    `hf-hub:NAME`, with the weights that lie there."""
     model_config: str | None = None
     """JSON file with a configuration of one's own, in open_clip's form; replaces --model."""
     pretrained: str | None = None
     """Weights to start from: a tag of open_clip's list or a file (.pt, .bin, .safetensors)."""
     pretrained_image: bool = False
     """Start a timm image tower from timm's own weights."""
-    pretrained_text: bool = False
-    """Start a Hugging Face text tower from its own weights."""
+    pretrained_text: bool = True
+    """Start a Hugging Face text tower from its own weights, unless others are given for it."""
     pretrained_image_path: str | None = None
     """File with weights of the image tower alone."""
     pretrained_text_path: str | None = None
@@ -70,6 +71,28 @@ class ModelConfig:
     """Interpolation when pictures are resized."""
     image_resize_mode: Literal["shortest", "longest", "squash"] | None = None
     """How a picture is fitted to the input size in evaluation."""
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder that `model` names by `local-dir:`."""
+        name = self._of_schema("local-dir")
+        return None if name is None else Path(name)
+
+    @property
+    def hub(self) -> str | None:
+        """The Hugging Face repository that `model` names by `hf-hub:`."""
+        return self._of_schema("hf-hub")
+
+    def _of_schema(self, schema: str) -> str | None:
+        from open_clip.factory import parse_model_name
+
+        if self.model_config is not None:
+            return None
+        try:
+            found, name = parse_model_name(self.model)
+        except ValueError as error:
+            raise UserError(f"--model {self.model}: {error}") from None
+        return name if found == schema else None
 
 
 @dataclass(frozen=True)
@@ -134,7 +157,7 @@ def resolve(config: ModelConfig, *, sigmoid: bool = False) -> ModelSpec:
 
 def _read_architecture(config: ModelConfig) -> tuple[str, dict[str, Any], dict[str, Any]]:
     import open_clip
-    from open_clip.factory import get_model_config, parse_model_name
+    from open_clip.factory import get_model_config
 
     if config.model_config is not None:
         path = Path(config.model_config)
@@ -149,10 +172,12 @@ def _read_architecture(config: ModelConfig) -> tuple[str, dict[str, Any], dict[s
                 f"--model-config {path}: {', '.join(sorted(missing))} missing; open_clip's form is wanted"
             )
         return path.stem, model_cfg, values.get("preprocess_cfg", {})
-    schema, identifier = parse_model_name(config.model)
-    if schema == "local-dir":
-        spec = _read_folder(Path(identifier))
+    if config.folder is not None:
+        spec = _read_folder(config.folder)
         return spec.name, spec.model_cfg, spec.preprocess_cfg
+    if config.hub is not None:
+        values = json.loads(from_hub(config.hub, CONFIG_NAME, config.cache_dir).read_text(encoding="utf-8"))
+        return config.hub, values["model_cfg"], values.get("preprocess_cfg", {})
     shipped = {path.stem: path for path in CONFIGS.glob("*.json")}
     if config.model in shipped:
         return config.model, json.loads(shipped[config.model].read_text(encoding="utf-8")), {}
@@ -172,9 +197,13 @@ def _read_architecture(config: ModelConfig) -> tuple[str, dict[str, Any], dict[s
 
 def _read_folder(folder: Path) -> ModelSpec:
     try:
-        return ModelSpec.load(folder / _CONFIG_FILE)
+        spec = ModelSpec.load(folder / CONFIG_NAME)
     except (OSError, KeyError, ValueError) as error:
-        raise UserError(f"--model local-dir:{folder}: no usable {_CONFIG_FILE} there ({error})") from None
+        raise UserError(f"--model local-dir:{folder}: no usable {CONFIG_NAME} there ({error})") from None
+    if (folder / "tokenizer_config.json").is_file() and "hf_tokenizer_name" in spec.model_cfg["text_cfg"]:
+        # As in open_clip: those files go before the name, so that no network is needed.
+        spec.model_cfg["text_cfg"]["hf_tokenizer_name"] = str(folder.absolute())
+    return spec
 
 
 def _preprocessing(
@@ -198,7 +227,7 @@ def _as_folder(spec: ModelSpec) -> Iterator[str]:
     """open_clip's public way to take any configuration: a folder with its JSON file."""
     with tempfile.TemporaryDirectory() as folder:
         content = {"model_cfg": spec.model_cfg, "preprocess_cfg": spec.preprocess_cfg}
-        Path(folder, _CONFIG_FILE).write_text(json.dumps(content), encoding="utf-8")
+        Path(folder, CONFIG_NAME).write_text(json.dumps(content), encoding="utf-8")
         yield f"local-dir:{folder}"
 
 
@@ -215,22 +244,24 @@ def build(spec: ModelSpec, config: ModelConfig | None = None, *, seed: int | Non
     """
     if seed is not None:
         torch.manual_seed(seed)
-    config = config or ModelConfig()
     model = _open_clip_model(spec, config)
     _initialise_decoder(model)
-    _load_weights(model, spec, config)
+    if config is not None:
+        load_starting_weights(model, spec, config)
     return _adopt(model)
 
 
 def build_meta(spec: ModelSpec) -> DualEncoder:
     """The model without memory: parameters and buffers on the meta device."""
     with torch.device("meta"):
-        return _adopt(_open_clip_model(spec, ModelConfig(), device="meta"))
+        return _adopt(_open_clip_model(spec, None, device="meta"))
 
 
-def _open_clip_model(spec: ModelSpec, config: ModelConfig, device: str = "cpu") -> nn.Module:
+def _open_clip_model(spec: ModelSpec, config: ModelConfig | None, device: str = "cpu") -> nn.Module:
     import open_clip
 
+    text_weights = config is not None and text_tower_is_pretrained(spec, config)
+    config = config or ModelConfig()
     with _as_folder(spec) as folder, _quiet_open_clip():
         try:
             return open_clip.create_model(
@@ -240,13 +271,16 @@ def _open_clip_model(spec: ModelSpec, config: ModelConfig, device: str = "cpu") 
                 # Two towers as two modules, so that the root holds nothing but scale and bias.
                 force_custom_text=True,
                 pretrained_image=config.pretrained_image,
-                pretrained_text=config.pretrained_text,
+                pretrained_text=text_weights,
                 pretrained_image_path=config.pretrained_image_path,
                 pretrained_text_path=config.pretrained_text_path,
                 cache_dir=config.cache_dir,
             )
         except (RuntimeError, ValueError, TypeError, OSError, AssertionError, KeyError) as error:
-            raise UserError(f"model {spec.name} cannot be built from its configuration: {error}") from error
+            hint = " (--no-pretrained-text starts the text tower from random weights)" if text_weights else ""
+            raise UserError(
+                f"model {spec.name} cannot be built from its configuration: {error}{hint}"
+            ) from error
 
 
 def _initialise_decoder(model: nn.Module) -> None:
@@ -281,62 +315,6 @@ def _quiet_open_clip() -> Iterator[None]:
         root.setLevel(level)
 
 
-def _load_weights(model: nn.Module, spec: ModelSpec, config: ModelConfig) -> None:
-    for flag in ("pretrained_image_path", "pretrained_text_path"):
-        path = getattr(config, flag)
-        if path is not None and not Path(path).is_file():
-            raise UserError(f"--{flag.replace('_', '-')} {path}: no such file")
-    if not config.pretrained:
-        return
-    from open_clip import load_checkpoint
-
-    path = _weights_file(spec, config)
-    _tell_what_differs(path, model)
-    try:
-        load_checkpoint(model, str(path), strict=True, weights_only=True)
-    except (RuntimeError, AssertionError, pickle.UnpicklingError) as error:
-        first_lines = "\n".join(line[:300] for line in str(error).splitlines()[:4])
-        raise UserError(
-            f"--pretrained {config.pretrained} does not fit {spec.name}:\n{first_lines}"
-        ) from None
-    model.float()
-
-
-def _tell_what_differs(path: Path, model: nn.Module) -> None:
-    """Log what of a file is not taken as it is: an optimizer's moments, and positions of another number."""
-    try:
-        content = {} if path.suffix in (".npz", ".npy") else read_file(path)
-    except UserError:
-        return  # a form that open_clip converts, or an error that its loader tells
-    if content.get("optimizer"):
-        _log.info("%s: weights alone are taken, not the moments of its optimizer; --resume takes both", path)
-    own = dict(model.named_parameters())
-    for name, value in content.get("state_dict", content).items():
-        bare = name.removeprefix("module.")
-        parameter = own.get(bare, own.get(f"text.{bare}"))
-        if bare.endswith("positional_embedding") and parameter is not None and parameter.shape != value.shape:
-            _log.info("%s: %s is resized from %s to %s", path, bare, [*value.shape], [*parameter.shape])
-
-
-def _weights_file(spec: ModelSpec, config: ModelConfig) -> Path:
-    import open_clip
-
-    assert config.pretrained is not None
-    if Path(config.pretrained).is_file():
-        return Path(config.pretrained)
-    tag = open_clip.get_pretrained_cfg(spec.name, config.pretrained)
-    if not tag:
-        tags = open_clip.list_pretrained_tags_by_model(spec.name)
-        raise UserError(
-            f"--pretrained {config.pretrained}: neither a file nor a tag of {spec.name} "
-            f"(its tags: {', '.join(tags) or 'none'})"
-        )
-    try:
-        return Path(open_clip.download_pretrained(tag, cache_dir=config.cache_dir))
-    except Exception as error:
-        raise UserError(f"--pretrained {config.pretrained}: the download failed: {error}") from error
-
-
 def _adopt(model: Any) -> DualEncoder:
     _draw_patches_where_they_are(model.visual)
     bias = model.logit_bias
@@ -357,13 +335,19 @@ def tokenizer(spec: ModelSpec) -> Callable[[list[str]], Tensor]:
         UserError: the tokenizer's files cannot be had.
     """
     import open_clip
+    from open_clip.tokenizer import HFTokenizer
 
-    with _as_folder(spec) as folder, _quiet_open_clip():
-        try:
-            length = spec.model_cfg["text_cfg"].get("context_length")
+    text_cfg = spec.model_cfg["text_cfg"]
+    length, name = text_cfg.get("context_length"), text_cfg.get("hf_tokenizer_name")
+    try:
+        if name:
+            # Not by way of a folder, as open_clip would look for the tokenizer's files in it.
+            more = text_cfg.get("tokenizer_kwargs", {})
+            return HFTokenizer(name, length or 77, tokenizer_mode=text_cfg.get("tokenizer_mode"), **more)
+        with _as_folder(spec) as folder, _quiet_open_clip():
             return open_clip.get_tokenizer(folder, context_length=length)
-        except OSError as error:
-            raise UserError(f"the tokenizer of {spec.name} cannot be loaded: {error}") from error
+    except OSError as error:
+        raise UserError(f"the tokenizer of {spec.name} ({name}) cannot be loaded: {error}") from error
 
 
 def pad_id(spec: ModelSpec) -> int:

@@ -8,12 +8,10 @@ from pathlib import Path
 from shardclip.errors import UserError
 from shardclip.models import factory
 from shardclip.models.dual_encoder import DualEncoder
-from shardclip.models.export import CONFIG_NAME, WEIGHTS_NAME
 from shardclip.models.factory import ModelConfig, ModelSpec
+from shardclip.models.pretrained import CONFIG_NAME, WEIGHT_SUFFIXES, weights_in
 from shardclip.training.checkpoint.export import find, read_spec, unread_weights
 from shardclip.training.checkpoint.storage import AnyPath, any_path
-
-_WEIGHT_SUFFIXES = (".safetensors", ".pt", ".bin", ".pth")
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,8 @@ def locate(source: str, config: ModelConfig) -> Saved:
     """What `source` means.
 
     Args:
-        source: a run's folder, a checkpoint in it, an exported folder or file, or a name of open_clip's list.
+        source: a run's folder, a checkpoint in it, an exported folder or file, `hf-hub:NAME`, or a name of
+            open_clip's list.
         config: the model flags: the architecture of a file that has no configuration beside it, and the
             weights of a name.
 
@@ -42,37 +41,29 @@ def locate(source: str, config: ModelConfig) -> Saved:
     if "://" in source:
         remote = find(any_path(source))
         return Saved(read_spec(remote), remote, config, source)
-    path = Path(source)
+    path = Path(source.removeprefix("local-dir:"))
     if path.is_dir() and not (path / CONFIG_NAME).is_file():
         checkpoint = find(path)
         return Saved(read_spec(checkpoint), checkpoint, config, str(checkpoint))
     if path.is_dir():
-        config = replace(config, model=f"local-dir:{path}", pretrained=str(_weights_in(path)))
+        weights = weights_in(path)
+        if weights is None:
+            raise UserError(f"{source}: there is no file of weights beside {CONFIG_NAME}")
+        config = replace(config, model=f"local-dir:{path}", pretrained=str(weights))
     elif path.is_file():
         config = replace(config, pretrained=str(path))
         if config.model_config is None and (path.parent / CONFIG_NAME).is_file():
             config = replace(config, model=f"local-dir:{path.parent}")
-    elif path.suffix in _WEIGHT_SUFFIXES:
+    elif path.suffix in WEIGHT_SUFFIXES:
         raise UserError(f"{source}: no such file")
     else:
         config = replace(config, model=source)
-        if config.pretrained is None:
+        if config.pretrained is None and config.hub is None:
             raise UserError(
                 f"{source}: no such run or file, so it is taken for the name of an architecture, and that "
                 "needs --pretrained (a tag of open_clip's list or a file of weights)"
             )
-    assert config.pretrained is not None
-    return Saved(factory.resolve(config), None, config, config.pretrained)
-
-
-def _weights_in(folder: Path) -> Path:
-    if (folder / WEIGHTS_NAME).is_file():
-        return folder / WEIGHTS_NAME
-    files = [path for path in sorted(folder.iterdir()) if path.suffix in _WEIGHT_SUFFIXES]
-    if len(files) != 1:
-        held = ", ".join(path.name for path in files) or "none"
-        raise UserError(f"{folder}: one file of weights is wanted beside {CONFIG_NAME}; there are: {held}")
-    return files[0]
+    return Saved(factory.resolve(config), None, config, config.pretrained or source)
 
 
 def load(saved: Saved, *, ema: bool = False) -> DualEncoder:
