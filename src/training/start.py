@@ -30,6 +30,7 @@ from shardclip.training.data.loader import TrainLoader, train_loader
 from shardclip.training.data.samples import Tokenizer
 from shardclip.training.distributed import Processes
 from shardclip.training.ema import Ema
+from shardclip.training.evaluation.run import check_data
 from shardclip.training.loss_scale import LossScale
 from shardclip.training.objective import Objective
 from shardclip.training.optimizer import ParameterPlan, build_optimizer, plan_parameters
@@ -163,6 +164,7 @@ def start_run(config: TrainConfig, folder: Path, processes: Processes) -> Run:
         _report_precision(engine, config.parallel)
     with phase("data"):
         loader, length = open_data(config, image_input, tokenize, processes)
+        check_data(config.evaluation, config.data, image_input, tokenize, processes)
     scaler = LossScale(processes.device, 2.0**16) if engine.compute_dtype == torch.float16 else None
     ema = None
     if config.ema.ema_decay is not None:

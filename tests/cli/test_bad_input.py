@@ -47,6 +47,19 @@ def test_a_shard_that_is_not_there_is_named(tmp_path: Path) -> None:
     refused(Finished(tmp_path, words), f"no such shard: {tmp_path / '00.tar'}")
 
 
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+@pytest.mark.parametrize("flag", ["--val-data", "--imagenet-val", "--zeroshot-data"])
+def test_evaluation_data_that_is_not_there_is_named_before_the_first_step(
+    tmp_path: Path, flag: str, more: list[str]
+) -> None:
+    gone, picture = str(tmp_path / "gone.tar"), jpeg(0)
+    members = [(f"{n}.{kind}", held) for n in range(32) for kind, held in (("jpg", picture), ("txt", b"a"))]
+    shard = write_tar(tmp_path / "data" / "00.tar", members)
+    finished = Finished(tmp_path, ["train", *small_run(tmp_path), "--train-data", shard, flag, gone, *more])
+    refused(finished, gone)
+    assert "Train Epoch" not in finished.said
+
+
 @pytest.mark.parametrize(
     ("held", "found"), [({"png": b"", "caption": b"a"}, "caption"), ({"txt": b"a", "bmp": b""}, "bmp")]
 )

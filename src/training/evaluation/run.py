@@ -55,13 +55,33 @@ def evaluate(
     Raises:
         UserError: data or names that cannot be used; the same on every rank.
     """
-    job = _Job(model, config, data_config, image_input, tokenize, processes, model_name, pretrained)
+    sources = _Sources(config, data_config, image_input, tokenize, processes)
+    job = _Job(model, sources, model_name, pretrained)
     results: list[Result] = []
     if "zeroshot_classification" in tasks:
         results += job.classification()
-    if "zeroshot_retrieval" in tasks and (data_config.val_data or data_config.dataset_type == "synthetic"):
+    if "zeroshot_retrieval" in tasks and sources.has_pairs:
         results.append(job.retrieval())
     return results
+
+
+def check_data(
+    config: EvaluationConfig,
+    data_config: DataConfig,
+    image_input: ImageInput,
+    tokenize: Callable[[list[str]], Tensor],
+    processes: Processes,
+) -> None:
+    """Open all that `evaluate` would read, so that a run does not learn of a wrong path after an epoch.
+
+    Raises:
+        UserError: data or names that cannot be used; the same on every rank.
+    """
+    sources = _Sources(config, data_config, image_input, tokenize, processes)
+    for _ in sources.labelled_sets():
+        pass
+    if sources.has_pairs:
+        sources.pairs()
 
 
 @dataclass(frozen=True)
@@ -74,55 +94,24 @@ class _Labelled:
 
 
 @dataclass(frozen=True)
-class _Job:
-    """The arguments of `evaluate`."""
+class _Sources:
+    """The data of an evaluation, and how it is read."""
 
-    model: nn.Module
     config: EvaluationConfig
     data_config: DataConfig
     image_input: ImageInput
     tokenize: Callable[[list[str]], Tensor]
     processes: Processes
-    model_name: str
-    pretrained: str
 
-    def classification(self) -> Iterator[Result]:
-        """Each labelled data set; those with the same words share the class vectors."""
-        weights: dict[Names, Tensor] = {}
-        for labelled in self._labelled_sets():
-            words = labelled.names
-            if words not in weights:
-                weights[words] = classifier(
-                    self.model,
-                    self.tokenize,
-                    words.classnames,
-                    words.templates,
-                    processes=self.processes,
-                    batch_size=4 * self.config.val_batch_size,
-                )
-            metrics = zero_shot(
-                self.model,
-                weights[words],
-                _numbered(labelled.images),
-                normalise=self._pixels,
-                processes=self.processes,
-            )
-            yield Result(
-                dataset=labelled.dataset,
-                model=self.model_name,
-                pretrained=self.pretrained,
-                task="zeroshot_classification",
-                samples=int(metrics.pop("samples")),
-                metrics=metrics,
-                classes=len(words.classnames),
-                templates=len(words.templates),
-                names_digest=words.digest,
-            )
+    @property
+    def has_pairs(self) -> bool:
+        """Whether there are pairs to retrieve."""
+        return bool(self.data_config.val_data) or self.data_config.dataset_type == "synthetic"
 
-    def retrieval(self) -> Result:
-        """The validation pairs."""
+    def pairs(self) -> FinitePass:
+        """This rank's validation pairs."""
         with self.processes.together("opening the validation data"):
-            batches = pairs(
+            return pairs(
                 self.data_config,
                 self.image_input,
                 self.tokenize,
@@ -130,37 +119,9 @@ class _Job:
                 rank=self.processes.rank,
                 world_size=self.processes.world_size,
             )
-        metrics, encoded = evaluate_pairs(
-            self.model,
-            batches,
-            normalise=self._pixels,
-            processes=self.processes,
-            chunk_size=self.config.val_retrieval_chunk_size,
-        )
-        picture = None
-        if self.config.val_examples:
-            picture = draw_examples(
-                encoded,
-                batches,
-                Captions(self.data_config),
-                metrics,
-                count=self.config.val_examples,
-                processes=self.processes,
-            )
-        return Result(
-            dataset=_label(self.data_config.val_data or "synthetic"),
-            model=self.model_name,
-            pretrained=self.pretrained,
-            task="zeroshot_retrieval",
-            samples=int(metrics.pop("samples")),
-            metrics=metrics,
-            picture=picture,
-        )
 
-    def _pixels(self, images: Tensor) -> Tensor:
-        return normalise(images, self.image_input)
-
-    def _labelled_sets(self) -> Iterator[_Labelled]:
+    def labelled_sets(self) -> Iterator[_Labelled]:
+        """Each labelled data set that is named."""
         config = self.config
         for dataset, path in (
             ("imagenet1k", config.imagenet_val),
@@ -186,6 +147,84 @@ class _Job:
                     words = names.find(path, *files, _folders(images))
                 labelled = _Labelled(dataset or _label(path), images, words)
             yield labelled
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A model to evaluate."""
+
+    model: nn.Module
+    sources: _Sources
+    model_name: str
+    pretrained: str
+
+    def classification(self) -> Iterator[Result]:
+        """Each labelled data set; those with the same words share the class vectors."""
+        weights: dict[Names, Tensor] = {}
+        config, processes = self.sources.config, self.sources.processes
+        for labelled in self.sources.labelled_sets():
+            words = labelled.names
+            if words not in weights:
+                weights[words] = classifier(
+                    self.model,
+                    self.sources.tokenize,
+                    words.classnames,
+                    words.templates,
+                    processes=processes,
+                    batch_size=4 * config.val_batch_size,
+                )
+            metrics = zero_shot(
+                self.model,
+                weights[words],
+                _numbered(labelled.images),
+                normalise=self._pixels,
+                processes=processes,
+            )
+            yield Result(
+                dataset=labelled.dataset,
+                model=self.model_name,
+                pretrained=self.pretrained,
+                task="zeroshot_classification",
+                samples=int(metrics.pop("samples")),
+                metrics=metrics,
+                classes=len(words.classnames),
+                templates=len(words.templates),
+                names_digest=words.digest,
+            )
+
+    def retrieval(self) -> Result:
+        """The validation pairs."""
+        sources = self.sources
+        batches = sources.pairs()
+        metrics, encoded = evaluate_pairs(
+            self.model,
+            batches,
+            normalise=self._pixels,
+            processes=sources.processes,
+            chunk_size=sources.config.val_retrieval_chunk_size,
+        )
+        picture = None
+        if sources.config.val_examples:
+            picture = draw_examples(
+                encoded,
+                batches,
+                Captions(sources.data_config),
+                metrics,
+                count=sources.config.val_examples,
+                processes=sources.processes,
+            )
+        return Result(
+            dataset=_label(sources.data_config.val_data or "synthetic"),
+            model=self.model_name,
+            pretrained=self.pretrained,
+            task="zeroshot_retrieval",
+            samples=int(metrics.pop("samples")),
+            metrics=metrics,
+            picture=picture,
+        )
+
+    def _pixels(self, images: Tensor) -> Tensor:
+        return normalise(images, self.sources.image_input)
 
 
 def split_of(path: str) -> str:
