@@ -100,17 +100,19 @@ class _OverRanks(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         x, weight, mean, variance, count = ctx.saved_tensors
         # The part at fixed statistics; its weight and bias gradients are the sums that the rest needs.
+        # Some of CUDA's kernels ask for saved statistics and a weight also where they could do without.
+        inverse = (variance + ctx.eps).rsqrt()
+        scale = torch.ones_like(mean) if weight is None else weight
         direct, by_weight, by_bias = torch.ops.aten.native_batch_norm_backward(
-            gradient, x, weight, mean, variance, None, None, False, ctx.eps, [True, True, True]
+            gradient, x, scale, mean, variance, mean, inverse, False, ctx.eps, [True, True, True]
         )
         sums = torch.cat([by_weight, by_bias])
         if ctx.spans_ranks:
             dist.all_reduce(sums)
         if ctx.counts:
             shape = [1, -1] + [1] * (x.ndim - 2)
-            inverse = (variance + ctx.eps).rsqrt()
             along, level = sums.view(2, -1) / count.clamp(min=1.0)
-            factor = inverse if weight is None else inverse * weight
+            factor = inverse * scale
             slope = -factor * inverse * along
             direct.addcmul_(x, slope.view(shape)).sub_((factor * level + slope * mean).view(shape))
         no_weight = weight is None

@@ -328,6 +328,8 @@ def choose_device(config: DistributedConfig, launch: LaunchEnvironment) -> torch
         )
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
+    # It plans each new shape for a part of a second, and the number of packed captions is new in most steps.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     return device
 
 

@@ -279,7 +279,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
             sharded[gradient.device_mesh, dimensions].append(gradient.to_local())
         else:
             plain.append(gradient)
-    squares = [_square_sum(plain)]
+    squares = [_square_sum(plain)] if plain or not sharded else []
     for (mesh, dimensions), shards in sharded.items():
         # The mesh's device, not the shards': shards that are kept on the CPU have no backend there.
         square = _square_sum(shards).to(mesh.device_type)

@@ -172,7 +172,7 @@ class TrainingStep:
     def _teach(self, passes: Sequence[_Pass], whole: GlobalBatch) -> Teacher | None:
         if self.teacher is None:
             return None
-        encoded = [self.teacher(p.images, p.texts_for(self.teacher)) for p in passes]
+        encoded = [self.teacher(p.pixels(), p.texts_for(self.teacher)) for p in passes]
         images = torch.cat([p.real_images(out) for p, out in zip(passes, encoded, strict=True)])
         texts = torch.cat([p.real_texts(out) for p, out in zip(passes, encoded, strict=True)])
         return Teacher(whole.with_features(images, texts), encoded[0].logit_scale, encoded[0].logit_bias)
@@ -246,10 +246,12 @@ class _Pass:
         self.image_rows, self.text_rows = len(batch.images), len(batch.texts)
         self._tokens = batch.texts if self.text_rows else step.blank_text
         self.texts = self.texts_for(step.encoder)
-        self.images = step.pixels(
-            sent(batch.images, step.processes.device) if self.image_rows else step.blank_image
-        )
+        self._images = sent(batch.images, step.processes.device) if self.image_rows else step.blank_image
         self._random_state: tuple[Tensor, Tensor | None] | None = None
+
+    def pixels(self) -> Tensor:
+        """The pictures as the image tower wants them; made anew, as they are four times as large as bytes."""
+        return self.step.pixels(self._images)
 
     def texts_for(self, encoder: DualEncoder) -> Tensor | PackedTexts:
         """The captions on the device, as a model takes them."""
@@ -261,7 +263,7 @@ class _Pass:
             self._restore_random_state()
         with self._statistics(kept=again):
             return self.step.engine.module(
-                self.images, self.texts, caption_pairs=self._pairs if captions else None
+                self.pixels(), self.texts, caption_pairs=self._pairs if captions else None
             )
 
     def backward(self, roots: Sequence[tuple[Tensor, Tensor]]) -> None:

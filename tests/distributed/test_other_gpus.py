@@ -15,7 +15,8 @@ from torch.distributed.checkpoint import filesystem
 from train_states import open_checkpoints, state_of
 
 from shardclip.training import parallel, throughput
-from shardclip.training.distributed import current
+from shardclip.training.distributed import DistributedConfig, choose_device, current
+from shardclip.training.environment import read_environment
 from shardclip.training.fetching import Fetched
 from shardclip.training.filling import materialize
 from shardclip.training.parallel import ParallelConfig
@@ -52,6 +53,18 @@ def test_a_fetching_thread_is_on_the_gpu_of_its_rank(monkeypatch: pytest.MonkeyP
     fetched = Fetched(items())
     assert fetched.take() == [3]
     fetched.close()
+
+
+def test_attention_plans_nothing_for_each_new_number_of_captions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN's would: half a second on each rank whenever a batch packs into rows of another number."""
+    chosen: list[object] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", chosen.append)
+    launch = replace(read_environment({}), local_rank=1)
+    assert choose_device(DistributedConfig(), launch) == torch.device("cuda", 1)
+    assert chosen == [torch.device("cuda", 1), False]
 
 
 def test_buffers_stand_where_the_towers_compute() -> None:

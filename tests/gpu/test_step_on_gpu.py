@@ -11,7 +11,7 @@ import torch
 from steps import fused_adamw, gradients, training_step, weights
 from torch import Tensor
 
-from shardclip.training.data.batch import Batch
+from shardclip.training.data.batch import Batch, concatenate
 from shardclip.training.loss_scale import LossScale
 from shardclip.training.step import TrainingStep
 
@@ -22,7 +22,7 @@ EVERYONE = [0, 1, 2, 3]
 
 def batch(seed: int = 0) -> Batch:
     """Four samples, one of them without an image, with pinned pixels as the loader hands them over."""
-    return tiny.batch([1, 2, 3], EVERYONE, 4, seed=seed).pin_memory()
+    return concatenate([tiny.batch([1, 2, 3], EVERYONE, 4, seed=seed)], pin_memory=True)
 
 
 @contextmanager

@@ -42,10 +42,6 @@ class Batch:
         """B, the number of samples."""
         return len(self.keys)
 
-    def pin_memory(self) -> Batch:
-        """With pixels that a GPU copies by itself: the hook that `DataLoader(pin_memory=True)` calls."""
-        return replace(self, images=self.images.pin_memory())
-
     def split(self, parts: int) -> list[Batch]:
         """`parts` micro-batches of consecutive samples, renumbered from 0; views. For a batch on the CPU.
 
@@ -73,10 +69,13 @@ class Batch:
         )
 
 
-def concatenate(batches: list[Batch]) -> Batch:
-    """One batch of the samples of several, in order; position is that of the last, counts are sums."""
+def concatenate(batches: list[Batch], pin_memory: bool = False) -> Batch:
+    """One batch of the samples of several, in order; position is that of the last, counts are sums.
+
+    `pin_memory`: with pixels that a GPU copies by itself.
+    """
     if len(batches) == 1:
-        return batches[0]
+        return replace(batches[0], images=batches[0].images.pin_memory()) if pin_memory else batches[0]
     offsets = [0]
     for batch in batches:
         offsets.append(offsets[-1] + batch.samples)
@@ -85,7 +84,7 @@ def concatenate(batches: list[Batch]) -> Batch:
         for reason, count in batch.skipped.items():
             skipped[reason] = skipped.get(reason, 0) + count
     return Batch(
-        images=torch.cat([batch.images for batch in batches]),
+        images=_joined([batch.images for batch in batches], pin_memory),
         texts=torch.cat([batch.texts for batch in batches]),
         image_sample=torch.cat([b.image_sample + o for b, o in zip(batches, offsets, strict=False)]),
         text_sample=torch.cat([b.text_sample + o for b, o in zip(batches, offsets, strict=False)]),
@@ -95,3 +94,9 @@ def concatenate(batches: list[Batch]) -> Batch:
         skipped=skipped,
         repeated=sum(batch.repeated for batch in batches),
     )
+
+
+def _joined(parts: list[Tensor], pin_memory: bool) -> Tensor:
+    rows = sum(map(len, parts))
+    whole = torch.empty(rows, *parts[0].shape[1:], dtype=parts[0].dtype, pin_memory=pin_memory)
+    return torch.cat(parts, out=whole)

@@ -63,10 +63,10 @@ class TrainLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         while True:
-            batch = concatenate([self._next_part() for _ in range(self._layout.readers)])
+            batch = concatenate([self._next_part() for _ in range(self._layout.readers)], self._pin_memory)
             self._account(batch)
             batch.state = self.state_dict()
-            yield batch.pin_memory() if self._pin_memory else batch
+            yield batch
 
     def state_dict(self) -> dict[str, Any]:
         """The position of this rank's streams, in plain types; `merge_states` joins those of all ranks."""
