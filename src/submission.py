@@ -9,13 +9,13 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import tyro
 
 from shardclip.errors import UserError
-from shardclip.launch import take_flags
+from shardclip.launch import LaunchConfig, take_flags
 
 BODY = Path("scripts/slurm/many_nodes.sbatch")
 """What a job does, relative to the folder that it is submitted from."""
@@ -83,7 +83,15 @@ def main(argv: Sequence[str]) -> int:
     config, words = take_flags(SubmitConfig, argv)
     if config.nodes < 1 or config.gpus_per_node < 1:
         raise UserError("--nodes and --gpus-per-node are at least 1.")
-    run = configuration.parse(words)
+    launch, words = take_flags(LaunchConfig, words)
+    idle = asdict(LaunchConfig())
+    if given := [name for name, value in asdict(launch).items() if value != idle[name]]:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise UserError(
+            f"{flags}: srun starts the processes of a job, one a GPU. Leave this out, and say how many by "
+            "--nodes and --gpus-per-node."
+        )
+    run = configuration.parse(words, beside=(SubmitConfig,))
     name = run.run.name or Path(run.model.model_config or run.model.model).stem.replace("/", "-")
     text = batch_file(config, name, run.data.workers, words)
     if config.dry_run:

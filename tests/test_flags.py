@@ -4,6 +4,7 @@ import argparse
 import ast
 import dataclasses
 import inspect
+import logging
 import shlex
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import get_type_hints
 
 import pytest
 
+from shardclip import cli
 from shardclip.errors import UserError
 from shardclip.launch import split_launch_flags
 from shardclip.training import compatibility, config, parsing
@@ -186,6 +188,29 @@ def test_a_wrong_flag_names_its_nearest_neighbour() -> None:
         config.parse([*SOURCE, "--lock-imag"])
     with pytest.raises(UserError, match=r"the nearest is .*--local-loss"):
         config.parse([*SOURCE, "--local-los"])
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("train --nprocs 2", "--nprocs: no such setting; the nearest is --nproc"),
+        ("train --nproc_per_node 2", "--nproc-per-node: torchrun's word; here it is --nproc,"),
+        ("train --confg run.yaml", "--confg: no such setting; the nearest is --config"),
+        ("train --force-image-size 224 336", "--force-image-size: only square pictures are taken"),
+        ("plan --gpuss 4", "--gpuss: no such setting; the nearest is --gpus"),
+        ("plan --nprocs 4", "--nprocs: no such setting; the nearest is --nproc"),
+        ("submit --node 4", "--node: no such setting; the nearest is --nodes"),
+        ("submit --nproc 8 --rdzv-endpoint a:1", "--nproc, --rdzv-endpoint: srun starts the processes"),
+        ("submit --nproc 8", "by --nodes and --gpus-per-node"),
+    ],
+)
+def test_a_wrong_flag_beside_those_of_a_run_does_too(
+    words: str, told: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "shardclip")  # and put back after the test: `plan` silences the process
+    verb, *flags = words.split()
+    assert cli.main([verb, *SOURCE, *flags]) == 2
+    assert told in capsys.readouterr().err
 
 
 def test_help_has_a_group_for_each_concern_and_every_flag(capsys: pytest.CaptureFixture[str]) -> None:

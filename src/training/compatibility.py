@@ -1,4 +1,4 @@
-"""Flag names of open_clip (3.3.0 and main) and of the seed-era FSDP proposal that are not flags here.
+"""Flag names of open_clip (3.3.0 and main), the seed-era FSDP proposal and torchrun that are not flags here.
 
 Each is another name for a flag, or asks for what always happens, or is answered with one line. Names that are
 flags here, with the same meaning, are not listed: see docs/from-open-clip.md for all of them.
@@ -57,6 +57,7 @@ ANSWERS: dict[str, Answer] = {
     "fsdp-checkpoint": _always("always sharded; `shardclip export` writes one file that open_clip opens"),
     "fsdp-limit-allgathers": _always("always on: FSDP2 frees memory in time without it"),
     # What these ask for is done otherwise, or not here.
+    "nproc-per-node": _refused("torchrun's word; here it is --nproc, and of submit --gpus-per-node"),
     "horovod": _refused("replaced by torchrun or srun with --ddp or --fsdp"),
     "torchscript": _refused("replaced by --torchcompile"),
     "trace": _refused("replaced by --torchcompile, and by `shardclip export` for inference"),
@@ -101,8 +102,10 @@ def rewrite(setting: Setting) -> list[Setting] | str:
     for value in setting.values:
         if value in VALUES.get(setting.name, {}):
             return f"{value}: {VALUES[setting.name][value]}"
-    if setting.name == "force-image-size" and len(set(setting.values)) == 1:
-        return [replace(setting, values=setting.values[:1])]  # open_clip takes height and width
+    if setting.name == "force-image-size" and len(setting.values) > 1:  # open_clip takes height and width
+        if len(set(setting.values)) > 1:
+            return "only square pictures are taken: give one number"
+        return [replace(setting, values=setting.values[:1])]
     negated = setting.name.startswith("no-") and answer(setting.name) is None
     reply = answer(setting.name.removeprefix("no-") if negated else setting.name)
     if reply is None:

@@ -94,25 +94,43 @@ def show_help() -> None:
     )
 
 
-def parse(argv: Sequence[str]) -> TrainConfig:
-    """Flags over the files of `--config` over the defaults.
+_LAUNCH = (LaunchConfig,)
 
-    Raises:
-        UserError: one list of all unknown names, wrong types and contradictions.
+
+def read(argv: Sequence[str], beside: Sequence[type] = _LAUNCH) -> parsing.Parsed[TrainConfig]:
+    """Flags over the files of `--config` over the defaults, not yet held against each other.
+
+    Args:
+        argv: flags and their values.
+        beside: dataclasses of the verb's other flags, which are not in `argv` unless they are misspelt.
     """
-    return parse_with_notes(argv)[0]
-
-
-def parse_with_notes(argv: Sequence[str]) -> tuple[TrainConfig, list[str]]:
-    """As `parse`, and a line for each flag of open_clip's that asks for what is so anyway."""
     files, words = _take_config_flag(argv)
-    parsed = parsing.parse(
+    others = [
+        entry.name.replace("_", "-")
+        for kind in beside
+        for entry in dataclasses.fields(kind)  # type: ignore[arg-type]
+    ]
+    return parsing.parse(
         TrainConfig,
         words,
         files=files,
         rewrite=compatibility.rewrite,
-        foreign=compatibility.ANSWERS,
+        foreign=["config", *others, *compatibility.ANSWERS],
     )
+
+
+def parse(argv: Sequence[str], beside: Sequence[type] = _LAUNCH) -> TrainConfig:
+    """As `read`, once all is well.
+
+    Raises:
+        UserError: one list of all unknown names, wrong types and contradictions.
+    """
+    return parse_with_notes(argv, beside)[0]
+
+
+def parse_with_notes(argv: Sequence[str], beside: Sequence[type] = _LAUNCH) -> tuple[TrainConfig, list[str]]:
+    """As `parse`, and a line for each flag of open_clip's that asks for what is so anyway."""
+    parsed = read(argv, beside)
     problems = parsed.problems + validate(parsed.config)
     if problems:
         raise UserError("\n".join(["these settings are not right:", *(f"  - {line}" for line in problems)]))

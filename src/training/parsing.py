@@ -109,7 +109,7 @@ def parse(
         argv: flags and their values.
         files: YAML files, in one mapping or one for each concern.
         rewrite: answers settings under foreign names; called for every setting.
-        foreign: the names that `rewrite` knows, to suggest the nearest one.
+        foreign: names that are known elsewhere (to `rewrite`, to a launcher), to suggest the nearest one.
     """
     known = flags(cls)
     settings, problems = _read_argv(argv)
@@ -144,7 +144,7 @@ def _own_name(setting: Setting, known: dict[str, Flag]) -> str | None:
 
 
 def _nearest(name: str, names: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(names), n=2, cutoff=0.6)
+    close = difflib.get_close_matches(name, list(dict.fromkeys(names)), n=2, cutoff=0.6)
     return "; the nearest is " + " or ".join(f"--{item}" for item in close) if close else ""
 
 

@@ -43,6 +43,14 @@ def test_b44_the_separator_is_found(tmp_path: Path, separator: str, name: str) -
     assert batch.texts.tolist() == tokenize([f"picture {n}" for n in numbers(batch)]).tolist()
 
 
+def test_a_separator_is_one_character_or_a_tab_as_one_types_it(tmp_path: Path) -> None:
+    data = table(tmp_path, ["picture 0"], "\t")
+    assert sorted(numbers(next(iter(loader(data, 1, csv_separator="\\t"))))) == [0]
+    for wrong in ("", ", ", "tab", "\\x"):
+        with pytest.raises(UserError, match=r"--csv-separator is .*one character is meant, or .t for a tab"):
+            DataConfig(csv_separator=wrong)
+
+
 def test_b44_a_missing_column_is_told_with_columns_and_separator(tmp_path: Path) -> None:
     data = table(tmp_path, ["a"])
     with pytest.raises(UserError, match=r"no column 'caption'.*separator ','.*filepath, title"):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from train_states import TINY, different, open_checkpoints, state_of, step, whole
 
+from shardclip.errors import UserError
 from shardclip.models.factory import ModelSpec
 from shardclip.models.weights import from_open_clip, has_text_at_root
 
@@ -103,3 +104,19 @@ def test_moments_that_cannot_be_told_apart_are_left_and_that_is_said(
     assert not [key for key in loaded if key.startswith("optimizer.")]
     assert "moments" in caplog.text
     assert "start anew" in caplog.text
+
+
+def test_latest_beside_open_clips_alone_is_refused_and_names_the_newest(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    checkpoints = open_checkpoints(folder, resume="latest")
+    assert checkpoints.to_resume() is None
+    for name in ("epoch_9.pt", "epoch_10.pt", "epoch_old.pt"):
+        (folder / name).touch()
+    with pytest.raises(UserError, match=rf"Give --resume {folder}/epoch_10.pt .* counted from 0"):
+        checkpoints.to_resume()
+    (folder / "epoch_latest.pt").touch()
+    with pytest.raises(UserError, match=f"{folder}/epoch_latest.pt"):
+        checkpoints.to_resume()
+    checkpoints.save(4, state_of("none"))
+    checkpoints.wait()
+    assert checkpoints.to_resume() == folder / "samples-000000000004"

@@ -262,8 +262,19 @@ def test_only_what_decides_the_learning_is_a_conflict() -> None:
     assert conflicts(settings(), 2, settings(lr=5e-4, epochs=3), 4) == [
         "--epochs: 2 then, 3 now",
         "--lr: 0.001 then, 0.0005 now",
-        "global batch: 16 then, 32 now",
+        "global batch: 16 then, 32 now (--batch-size 4 on 4 ranks keeps it)",
     ]
+
+
+def test_a_changed_global_batch_names_what_keeps_it_on_these_ranks() -> None:
+    def told(ranks: int, **changes: Any) -> list[str]:
+        return conflicts(settings(batch_size=512), 8, settings(batch_size=512, **changes), ranks)
+
+    assert told(4) == [
+        "global batch: 4096 then, 2048 now (--batch-size 1024 or --accum-freq 2 on 4 ranks keeps it)"
+    ]
+    assert told(1)[0].endswith("(--batch-size 4096 or --accum-freq 8 on 1 rank keeps it)")
+    assert told(3) == ["global batch: 4096 then, 1536 now"]
 
 
 def test_other_settings_want_override_and_then_hold(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

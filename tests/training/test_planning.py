@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from shardclip.cli import main
+from shardclip.errors import UserError
 from shardclip.models import factory
 from shardclip.models.factory import ModelSpec
 from shardclip.training import config as configuration
@@ -25,6 +26,7 @@ from shardclip.training.objective import Objective
 from shardclip.training.optimizer import build_optimizer, plan_parameters
 from shardclip.training.parallel import lay_out, parallelize
 from shardclip.training.planning import PlanConfig, plan, simulation
+from shardclip.training.planning.command import split_flags, with_data
 from shardclip.training.planning.extrapolation import numbers, predict, with_depths
 from shardclip.training.planning.simulation import World, measure, simulated
 from shardclip.training.step import TrainingStep
@@ -96,6 +98,35 @@ def test_accumulation_keeps_whole_gradients_and_gathers_more():
     assert thrice.traffic["all-gather"].count > 3 * once.traffic["all-gather"].count
     assert thrice.peaks["backward"]["gradients"] > 3 * once.peaks["backward"]["gradients"]
     assert thrice.step_flops == pytest.approx(3 * (once.step_flops + once.forward_flops), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("words", "machines"),
+    [
+        ("", (1, 8)),
+        ("--nproc 4", (4, 4)),
+        ("--nproc=12 --nnodes 2", (24, 12)),
+        ("--nproc 8 --gpus 64", (64, 8)),
+        ("--gpus 16", (16, 8)),
+    ],
+)
+def test_as_many_gpus_as_the_run_starts_processes(words, machines):
+    command, rest = split_flags([*words.split(), "--fsdp", "--batch-size", "4"])
+    assert (command.gpus, command.gpus_per_node) == machines
+    assert rest == ["--fsdp", "--batch-size", "4"]
+
+
+def test_machines_without_processes_are_refused():
+    with pytest.raises(UserError, match="--nnodes needs --nproc"):
+        split_flags(["--nnodes", "2"])
+
+
+def test_data_is_made_up_where_neither_flags_nor_files_name_any(tmp_path):
+    (tmp_path / "run.yaml").write_text("train_data: shards/0.tar\n")
+    named = ["--config", "datacomp-large", "--config", str(tmp_path / "run.yaml")]
+    assert with_data(named) == named
+    for words in (["--config", "datacomp-large"], ["--fsdp"], ["--dataset-type", "webdataset"]):
+        assert configuration.parse(with_data(words)).data.dataset_type == "synthetic"
 
 
 @pytest.mark.long

@@ -19,7 +19,7 @@ from shardclip.errors import UserError
 from shardclip.training.checkpoint.config import CheckpointConfig, to_prune
 from shardclip.training.checkpoint.conflicts import Settings, conflicts
 from shardclip.training.checkpoint.folders import LocalFolder, RemoteFolder, open_folder
-from shardclip.training.checkpoint.open_clip import load_open_clip
+from shardclip.training.checkpoint.open_clip import load_open_clip, newest_of_open_clip
 from shardclip.training.checkpoint.remote import Mirror, RemoteConfig, fetch_newest
 from shardclip.training.checkpoint.snapshot import Snapshot
 from shardclip.training.checkpoint.state import TrainState, load_targets, take_targets, to_plain, to_tensors
@@ -171,7 +171,7 @@ class Checkpoints:
 
         Raises:
             UserError: the path is neither a whole checkpoint nor a file; or it asks for none, in a folder by
-                URL that holds some.
+                URL that holds some; or for the latest, where there are open_clip's alone.
         """
         asked = self.config.resume
         if asked is None:
@@ -183,7 +183,10 @@ class Checkpoints:
             return None
         if asked == "latest":
             self._fetch_newest()
-            return self.latest()
+            newest = self.latest()
+            if newest is None:
+                self._refuse_open_clips()
+            return newest
         path = any_path(asked)
         if isinstance(path, Path) and path.is_file():
             return path
@@ -247,6 +250,24 @@ class Checkpoints:
                 fetch_newest(RemoteFolder(self._remote.remote_sync), self.folder.path)
 
         self._on_rank_0(fetch)
+
+    def _refuse_open_clips(self) -> None:
+        """A folder with open_clip's checkpoints is of a run to go on with, not of one to begin from scratch.
+
+        Raises:
+            UserError: there are some.
+        """
+
+        def newest() -> Path | None:
+            return newest_of_open_clip(self.folder.path) if isinstance(self.folder, LocalFolder) else None
+
+        theirs = self._on_rank_0(newest)
+        if theirs is not None:
+            raise UserError(
+                f"--resume latest: {theirs.parent} holds no checkpoint of shardclip's, but of open_clip's "
+                f"({theirs.name}). Give --resume {theirs} to start from its weights and moments, with steps "
+                "and samples counted from 0, or another --name for a new run"
+            )
 
     def _after_publish(self) -> None:
         self._prune()

@@ -36,13 +36,28 @@ def conflicts(then: Settings, then_ranks: int, now: Settings, now_ranks: int) ->
         differences |= {
             name: (before[name], after[name]) for name in before if name in after and name not in free
         }
-    differences["global batch"] = (_global_batch(then, then_ranks), _global_batch(now, now_ranks))
-    return [f"{_flag(name)}: {old} then, {new} now" for name, (old, new) in differences.items() if old != new]
+    lines = [
+        f"{_flag(name)}: {old} then, {new} now" for name, (old, new) in differences.items() if old != new
+    ]
+    batch_then, batch_now = _global_batch(then, then_ranks), _global_batch(now, now_ranks)
+    if batch_then != batch_now:
+        keeping = _keeping(batch_then, now, now_ranks)
+        lines.append(f"global batch: {batch_then} then, {batch_now} now{keeping}")
+    return lines
 
 
 def _global_batch(settings: Settings, ranks: int) -> int:
     return ranks * settings["run"]["batch_size"] * settings["run"]["accum_freq"]
 
 
+def _keeping(global_batch: int, settings: Settings, ranks: int) -> str:
+    """What gives so many ranks that global batch, one flag changed; empty where nothing divides it."""
+    run = settings["run"]
+    rest = {"--batch-size": ranks * run["accum_freq"], "--accum-freq": ranks * run["batch_size"]}
+    fitting = [f"{flag} {global_batch // other}" for flag, other in rest.items() if global_batch % other == 0]
+    on = f"{ranks} {'rank' if ranks == 1 else 'ranks'}"
+    return f" ({' or '.join(fitting)} on {on} keeps it)" if fitting else ""
+
+
 def _flag(name: str) -> str:
-    return name if " " in name else f"--{name.replace('_', '-')}"
+    return f"--{name.replace('_', '-')}"

@@ -8,6 +8,7 @@ that do not decay, then the rest, each in the model's order. The development ver
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,17 @@ from shardclip.training.checkpoint.moments import moment_like, parameter_names
 from shardclip.training.checkpoint.state import TrainState, check_same_model, model_tensors, start_average
 
 _log = logging.getLogger(__name__)
+_NAME = re.compile(r"epoch_(\d+|latest)\.pt")
+
+
+def newest_of_open_clip(folder: Path) -> Path | None:
+    """The file in a folder that open_clip's own trainer takes for the newest; None where it left none.
+
+    That is `epoch_latest.pt` (its --save-most-recent), then the highest number.
+    """
+    epochs = [(match[1], path) for path in folder.glob("epoch_*.pt") if (match := _NAME.fullmatch(path.name))]
+    order = {path: float("inf") if epoch == "latest" else int(epoch) for epoch, path in epochs}
+    return max(order, key=order.__getitem__, default=None)
 
 
 def load_open_clip(path: Path, state: TrainState) -> None:

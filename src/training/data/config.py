@@ -32,7 +32,8 @@ class DataConfig:
     dataset_resampled: bool = False
     """Draw the training data with replacement instead of meeting each sample once an epoch."""
     csv_separator: str | None = None
-    """Column separator of a table; found from the header line (tab, comma, semicolon, bar) when not given."""
+    """Column separator of a table (a tab may be written as backslash and t); found from the header line (tab,
+    comma, semicolon, bar) when not given."""
     csv_img_key: str = "filepath"
     """Column of the image's path; a relative path starts at the table's folder."""
     csv_caption_key: str = "title"
@@ -88,11 +89,21 @@ class DataConfig:
             raise UserError(
                 f"--train-num-samples is {self.train_num_samples}: 1 or more are meant, or none for a count."
             )
+        if self.csv_delimiter is not None and len(self.csv_delimiter) != 1:
+            raise UserError(
+                f"--csv-separator is '{self.csv_separator}': one character is meant, or \\t for a tab. Leave "
+                "it out to have it found from the header line."
+            )
         if self.workers < 0:
             raise UserError(f"--workers is {self.workers}: 0 or more are meant.")
         if not 0 <= self.max_skip_rate <= 1:
             raise UserError(f"--max-skip-rate is {self.max_skip_rate}: a share between 0 and 1 is meant.")
         self.augmentation()
+
+    @property
+    def csv_delimiter(self) -> str | None:
+        """The separator itself: a shell hands over the two characters of '\\t' as they are."""
+        return "\t" if self.csv_separator == "\\t" else self.csv_separator
 
     def augmentation(self) -> dict[str, Any]:
         """`aug_cfg` as a dictionary of Python values.

@@ -49,7 +49,7 @@ class TableSource:
         self.tables = tables
         self._role = "cls" if label else "text"
         self._names = (config.csv_img_key, config.csv_label_key if label else config.csv_caption_key)
-        columns = [_columns(table, self._names, config.csv_separator) for table in tables]
+        columns = [_columns(table, self._names, config.csv_delimiter) for table in tables]
         self._paths = [paths for paths, _ in columns]
         self._texts = [texts for _, texts in columns]
         self.shard_samples = np.array([len(paths) for paths in self._paths], dtype=np.int64)

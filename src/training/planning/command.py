@@ -17,6 +17,7 @@ from typing import Any
 import tyro
 
 from shardclip.errors import UserError
+from shardclip.launch import LaunchConfig, take_flags
 
 GIB = 2**30
 
@@ -26,9 +27,9 @@ class PlanConfig:
     """The machines to plan for; every flag of `shardclip train` may stand beside these."""
 
     gpus: int = 1
-    """GPUs of the whole run."""
+    """GPUs of the whole run; where --nproc is given, --nproc times --nnodes."""
     gpus_per_node: int = 8
-    """GPUs of one machine."""
+    """GPUs of one machine; where --nproc is given, as many."""
     gpu_memory: float = 80.0
     """Memory of one GPU, in GiB."""
     gpu_reserve: float = 2.0
@@ -91,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
     """`shardclip plan`: 0 if the run fits, 1 if it does not."""
     if "-h" in argv or "--help" in argv:
         tyro.cli(PlanConfig, args=["--help"], prog="shardclip plan")
-    command, words = _split(argv)
+    command, words = split_flags(argv)
     logging.getLogger("shardclip").setLevel(logging.ERROR)
     result = plan(words, command)
     if command.json:
@@ -103,13 +104,27 @@ def main(argv: Sequence[str]) -> int:
     return 0 if result.fits else 1
 
 
-def _split(argv: Sequence[str]) -> tuple[PlanConfig, list[str]]:
-    """The plan's own flags, and those of the run; flags that start processes mean nothing here."""
-    from shardclip.launch import split_launch_flags
-
+def split_flags(argv: Sequence[str]) -> tuple[PlanConfig, list[str]]:
+    """The plan's own flags, and those of the run; flags that start processes say how many GPUs there are."""
     words = [word.replace("_", "-") if word.startswith("--") and "=" not in word else word for word in argv]
-    command, rest = tyro.cli(PlanConfig, args=words, prog="shardclip plan", return_unknown_args=True)
-    return command, split_launch_flags(rest)[1]
+    # Not `split_launch_flags`: nothing starts here, so the machines need no meeting point.
+    launch, words = take_flags(LaunchConfig, words)
+    machines = PlanConfig()
+    if launch.nproc is not None:
+        machines = PlanConfig(gpus=launch.nproc * launch.nnodes, gpus_per_node=launch.nproc)
+    elif launch.nnodes != 1:
+        raise UserError("--nnodes needs --nproc, the GPUs of each machine; or give --gpus alone")
+    return tyro.cli(PlanConfig, args=words, prog="shardclip plan", default=machines, return_unknown_args=True)
+
+
+def with_data(words: Sequence[str]) -> Sequence[str]:
+    """The flags of a run, and made-up data if neither they nor their files name any: a plan reads none."""
+    from shardclip.training import config as configuration
+
+    data = configuration.read(words).config.data
+    if data.train_data is not None or data.dataset_type == "synthetic":
+        return words
+    return [*words, "--dataset-type", "synthetic", "--train-num-samples", "1"]
 
 
 def plan(words: Sequence[str], command: PlanConfig) -> Plan:
@@ -126,11 +141,7 @@ def plan(words: Sequence[str], command: PlanConfig) -> Plan:
     from shardclip.training.planning.simulation import World, simulated
 
     began = time.process_time()
-    names = {word.partition("=")[0] for word in words}
-    if not names & {"--train-data", "--dataset-type", "--config"}:
-        # What is read does not matter here.
-        words = [*words, "--dataset-type", "synthetic", "--train-num-samples", "1"]
-    config = configuration.parse(words)
+    config = configuration.parse(with_data(words), beside=(PlanConfig, LaunchConfig))
     spec = factory.resolve(config.model, sigmoid=config.objective.siglip)
     world = World(command.gpus, command.gpus_per_node)
     engine = config.parallel.engine(world.gpus)
