@@ -105,17 +105,12 @@ def read(argv: Sequence[str], beside: Sequence[type] = _LAUNCH) -> parsing.Parse
         beside: dataclasses of the verb's other flags, which are not in `argv` unless they are misspelt.
     """
     files, words = _take_config_flag(argv)
-    others = [
-        entry.name.replace("_", "-")
-        for kind in beside
-        for entry in dataclasses.fields(kind)  # type: ignore[arg-type]
-    ]
     return parsing.parse(
         TrainConfig,
         words,
         files=files,
         rewrite=compatibility.rewrite,
-        foreign=["config", *others, *compatibility.ANSWERS],
+        foreign=["config", *parsing.names_of(*beside), *compatibility.ANSWERS],
     )
 
 

@@ -135,6 +135,15 @@ def parse(
     return Parsed(cls(**concerns), problems, [setting.name for setting in settings])
 
 
+def names_of(*classes: type) -> list[str]:
+    """The names of flags that stand for the fields of flat dataclasses, without the dashes before them."""
+    return [
+        field.name.replace("_", "-")
+        for cls in classes
+        for field in dataclasses.fields(cls)  # type: ignore[arg-type]
+    ]
+
+
 def _own_name(setting: Setting, known: dict[str, Flag]) -> str | None:
     """The flag that a setting is for, also in its negated form; None if there is no such flag."""
     if setting.name in known:

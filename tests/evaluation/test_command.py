@@ -143,6 +143,7 @@ def test_a_file_of_open_clips_own_model(spec: ModelSpec, folder: Path, tmp_path:
         (["ViT-B-32", "--pretrained", "x"], "nothing to evaluate on"),
         (["ViT-B-32", "--pretrained", "x", "--data", "a", "--val-data", "b"], "--data stands for --val-data"),
         (["ViT-B-32", "--val-dat", "x"], "nearest is --val-data"),
+        (["ViT-B-32", "--nprocs", "2"], "nearest is --nproc"),
     ],
 )
 def test_wrong_words_are_said(words: list[str], message: str, capfd: pytest.CaptureFixture[str]):

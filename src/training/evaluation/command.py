@@ -75,7 +75,8 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"shardclip eval MODEL [FLAGS]: no model is named. {_USAGE}")
     source, flags = argv[0], argv[1:]
     launch_config, words = split_launch_flags(flags)
-    parsed = parsing.parse(EvalConfig, words, rewrite=compatibility.rewrite, foreign=compatibility.ANSWERS)
+    others = [*parsing.names_of(LaunchConfig), *compatibility.ANSWERS]
+    parsed = parsing.parse(EvalConfig, words, rewrite=compatibility.rewrite, foreign=others)
     if parsed.problems:
         lines = [f"  - {line}" for line in parsed.problems]
         raise UserError("\n".join(["these settings are not right:", *lines]))
