@@ -125,7 +125,8 @@ def test_a_verb_that_is_none_and_words_that_are_missing(capsys: pytest.CaptureFi
 def test_commands_of_open_clip_start_unchanged(tmp_path: Path, command: str) -> None:
     tiny = (
         "--dataset-type synthetic --train-data-upsampling-factors None --lock-text "
-        "--lock-text-unlocked-layers 0 --distill-model None --distill-pretrained None --dry-run"
+        "--lock-text-unlocked-layers 0 --distill-model None --distill-pretrained None "
+        "--imagenet-val None --dry-run"
     )
     words = ["train", *shlex.split(command), *small_run(tmp_path), *tiny.split()]
     finished = Finished(tmp_path, words, world_size=1)

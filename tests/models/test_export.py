@@ -286,7 +286,7 @@ def test_a_run_of_five_steps_goes_to_open_clip_and_back(spec: ModelSpec, tmp_pat
     flags = (
         f"train --model-config {tmp_path / 'model.json'} --output-dir {tmp_path} --name run --device cpu "
         "--dataset-type synthetic --train-num-samples 20 --batch-size 4 --epochs 1 --workers 0 "
-        "--precision fp32 --lr 1e-3 --warmup 0 --val-frequency 0"
+        "--precision fp32 --lr 1e-3 --warmup 0 --val-frequency 0 --no-pretrained-text"
     )
     assert cli.main(flags.split()) == 0
     assert cli.main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--format", "hf"]) == 0
