@@ -176,8 +176,11 @@ def _read_architecture(config: ModelConfig) -> tuple[str, dict[str, Any], dict[s
         spec = _read_folder(config.folder)
         return spec.name, spec.model_cfg, spec.preprocess_cfg
     if config.hub is not None:
-        values = json.loads(from_hub(config.hub, CONFIG_NAME, config.cache_dir).read_text(encoding="utf-8"))
-        return config.hub, values["model_cfg"], values.get("preprocess_cfg", {})
+        try:
+            spec = ModelSpec.load(from_hub(config.hub, CONFIG_NAME, config.cache_dir))
+        except (OSError, KeyError, ValueError) as error:
+            raise UserError(f"--model {config.model}: no usable {CONFIG_NAME} there ({error})") from None
+        return config.hub, spec.model_cfg, spec.preprocess_cfg
     shipped = {path.stem: path for path in CONFIGS.glob("*.json")}
     if config.model in shipped:
         return config.model, json.loads(shipped[config.model].read_text(encoding="utf-8")), {}
@@ -197,13 +200,9 @@ def _read_architecture(config: ModelConfig) -> tuple[str, dict[str, Any], dict[s
 
 def _read_folder(folder: Path) -> ModelSpec:
     try:
-        spec = ModelSpec.load(folder / CONFIG_NAME)
+        return ModelSpec.load(folder / CONFIG_NAME)
     except (OSError, KeyError, ValueError) as error:
         raise UserError(f"--model local-dir:{folder}: no usable {CONFIG_NAME} there ({error})") from None
-    if (folder / "tokenizer_config.json").is_file() and "hf_tokenizer_name" in spec.model_cfg["text_cfg"]:
-        # As in open_clip: those files go before the name, so that no network is needed.
-        spec.model_cfg["text_cfg"]["hf_tokenizer_name"] = str(folder.absolute())
-    return spec
 
 
 def _preprocessing(
@@ -248,13 +247,14 @@ def build(spec: ModelSpec, config: ModelConfig | None = None, *, seed: int | Non
     _initialise_decoder(model)
     if config is not None:
         load_starting_weights(model, spec, config)
-    return _adopt(model)
+    return _adopt(model.float())
 
 
 def build_meta(spec: ModelSpec) -> DualEncoder:
     """The model without memory: parameters and buffers on the meta device."""
     with torch.device("meta"):
-        return _adopt(_open_clip_model(spec, None, device="meta"))
+        # A text tower of Hugging Face's comes in the dtype that its configuration names.
+        return _adopt(_open_clip_model(spec, None, device="meta").float())
 
 
 def _open_clip_model(spec: ModelSpec, config: ModelConfig | None, device: str = "cpu") -> nn.Module:

@@ -7,6 +7,7 @@ import pickle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from safetensors import SafetensorError
 from torch import nn
 
 from shardclip.errors import UserError
@@ -38,19 +39,19 @@ def load_starting_weights(model: nn.Module, spec: ModelSpec, config: ModelConfig
     _tell_what_differs(path, model)
     try:
         load_checkpoint(model, str(path), strict=True, weights_only=True)
-    except (RuntimeError, AssertionError, pickle.UnpicklingError) as error:
+    except (RuntimeError, AssertionError, EOFError, pickle.UnpicklingError, SafetensorError) as error:
         first_lines = "\n".join(line[:300] for line in str(error).splitlines()[:4])
         raise UserError(
             f"{config.pretrained or path} does not fit {spec.name}; --model or --model-config names the "
             f"architecture of a file:\n{first_lines}"
         ) from None
-    model.float()
 
 
 def starting_weights(spec: ModelSpec, config: ModelConfig) -> Path | None:
     """The file with the weights of the whole model; None if it has none to start from.
 
-    As in open_clip, `local-dir:` and `hf-hub:` mean the weights that lie there too; `--pretrained` wins.
+    As in open_clip, `local-dir:` and `hf-hub:` mean the weights that lie there too; `--pretrained` wins. With
+    a file for one tower they mean the architecture alone.
 
     Raises:
         UserError: the weights that are asked for cannot be had.
@@ -61,6 +62,8 @@ def starting_weights(spec: ModelSpec, config: ModelConfig) -> Path | None:
             raise UserError(f"--{flag.replace('_', '-')} {path}: no such file")
     if config.pretrained:
         return _file_or_tag(spec, config.pretrained, config.cache_dir)
+    if config.pretrained_image_path or config.pretrained_text_path:
+        return None
     if config.folder is not None:
         return weights_in(config.folder)
     return None if config.hub is None else from_hub(config.hub, None, config.cache_dir)
@@ -149,13 +152,10 @@ def _file_or_tag(spec: ModelSpec, pretrained: str, cache_dir: str | None) -> Pat
 
 
 def _compare_activation(spec: ModelSpec, pretrained: str, tag: dict[str, object]) -> None:
-    """Warn where weights that were trained with one GELU are put into a model with the other."""
-    trained, here = ("QuickGELU" if cfg.get("quick_gelu") else "GELU" for cfg in (tag, spec.model_cfg))
-    if trained != here:
+    """Warn where weights that were trained with QuickGELU are put into a model with GELU."""
+    if tag.get("quick_gelu") and not spec.model_cfg.get("quick_gelu"):
         _log.warning(
-            "--pretrained %s was trained with %s, and this model has %s: its features will be others%s",
+            "--pretrained %s was trained with QuickGELU, and this model has GELU: its features will be "
+            "others; --force-quick-gelu gives the model that of the weights",
             pretrained,
-            trained,
-            here,
-            "; --force-quick-gelu gives the model that of the weights" if trained == "QuickGELU" else "",
         )

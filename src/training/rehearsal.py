@@ -56,6 +56,7 @@ class Rehearsal:
         name = processes.broadcast_object(f"dry-run-{os.getpid()}")
         folder = Path(config.run.output_dir, name)
         try:
+            _open_evaluation_data(config, processes)
             code = train(shortened(config, folder, processes.world_size), processes)
         finally:
             if processes.is_primary:
@@ -79,6 +80,17 @@ class Rehearsal:
             text, fits = f"the plan cannot be made: {error}", True
         print(f"dry run: {text}", flush=True)
         return 0 if fits else 1
+
+
+def _open_evaluation_data(config: TrainConfig, processes: Processes) -> None:
+    """What the run itself does at its start; the one that is cut short evaluates nothing."""
+    from shardclip.models import factory
+    from shardclip.training.data.image_input import ImageInput
+    from shardclip.training.evaluation.run import check_data
+
+    spec = factory.resolve(config.model, sigmoid=config.objective.siglip)
+    image_input = ImageInput.from_preprocess_cfg(spec.preprocess_cfg)
+    check_data(config.evaluation, config.data, image_input, factory.tokenizer(spec), processes)
 
 
 def shortened(config: TrainConfig, folder: Path, world_size: int) -> TrainConfig:

@@ -60,6 +60,13 @@ def test_evaluation_data_that_is_not_there_is_named_before_the_first_step(
     assert "Train Epoch" not in finished.said
 
 
+def test_evaluation_data_that_is_never_read_may_be_missing(tmp_path: Path) -> None:
+    gone = ["--imagenet-val", str(tmp_path / "gone"), "--zeroshot-frequency", "0"]
+    words = ["train", *small_run(tmp_path), "--dataset-type", "synthetic", *gone]
+    finished = Finished(tmp_path, words)
+    assert finished.codes == [0, 0], finished.said
+
+
 @pytest.mark.parametrize(
     ("held", "found"), [({"png": b"", "caption": b"a"}, "caption"), ({"txt": b"a", "bmp": b""}, "bmp")]
 )

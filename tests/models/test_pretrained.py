@@ -104,6 +104,15 @@ def test_a_repository_that_cannot_be_reached_is_a_message(monkeypatch: pytest.Mo
         factory.resolve(ModelConfig(model="hf-hub:me/tiny"))
 
 
+def test_a_file_for_a_tower_is_not_lost_in_the_weights_of_a_folder(
+    tmp_path: Path, folder: Path, weights: dict[str, Tensor]
+) -> None:
+    other = factory.build(tiny.spec(), seed=8).visual.state_dict()
+    torch.save(other, tmp_path / "tower.pt")
+    config = ModelConfig(model=f"local-dir:{folder}", pretrained_image_path=str(tmp_path / "tower.pt"))
+    assert _same(_built(config).visual, other)
+
+
 # -- Hugging Face text towers
 
 
@@ -167,14 +176,20 @@ def test_a_tokenizer_is_taken_by_its_name(bert: Path) -> None:
     assert tokenize(["a photo of cats"]).tolist() == [[2, 5, 6, 7, 8, 9, 3, 0]]
 
 
-def test_the_tokenizer_beside_a_configuration_goes_before_its_name(tmp_path: Path, bert: Path) -> None:
+def test_a_tokenizer_that_cannot_be_had_is_named(tmp_path: Path, bert: Path) -> None:
     spec = _with_bert(bert)
     spec.model_cfg["text_cfg"]["hf_tokenizer_name"] = str(tmp_path / "gone")
-    _config(bert, spec)
-    tokenize = factory.tokenizer(factory.resolve(ModelConfig(model=f"local-dir:{bert}")))
-    assert tokenize(["a cat"]).tolist() == [[2, 5, 8, 3, 0, 0, 0, 0]]
     with pytest.raises(UserError, match="gone"):
         factory.tokenizer(spec)
+
+
+def test_a_tower_that_is_stored_in_half_precision_is_trained_from_fp32(bert: Path) -> None:
+    from transformers import BertModel
+
+    BertModel.from_pretrained(bert, add_pooling_layer=False).half().save_pretrained(bert)
+    spec = _with_bert(bert)
+    for model in (factory.build(spec, ModelConfig()), factory.build_meta(spec)):
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
 # -- the activation

@@ -72,15 +72,16 @@ def check_data(
     tokenize: Callable[[list[str]], Tensor],
     processes: Processes,
 ) -> None:
-    """Open all that `evaluate` would read, so that a run does not learn of a wrong path after an epoch.
+    """Open all that a run will evaluate on, so that it does not learn of a wrong path after an epoch.
 
     Raises:
         UserError: data or names that cannot be used; the same on every rank.
     """
     sources = _Sources(config, data_config, image_input, tokenize, processes)
-    for _ in sources.labelled_sets():
-        pass
-    if sources.has_pairs:
+    if config.zeroshot_frequency or config.eval_every:
+        for _ in sources.labelled_sets():
+            pass
+    if sources.has_pairs and (config.val_frequency or config.eval_every):
         sources.pairs()
 
 
