@@ -27,6 +27,7 @@ from shardclip.models.pretrained import (
     CONFIG_NAME,
     from_hub,
     load_starting_weights,
+    starting_weights,
     text_tower_is_pretrained,
 )
 
@@ -243,10 +244,12 @@ def build(spec: ModelSpec, config: ModelConfig | None = None, *, seed: int | Non
     """
     if seed is not None:
         torch.manual_seed(seed)
-    model = _open_clip_model(spec, config)
+    path = None if config is None else starting_weights(spec, config)
+    text_weights = config is not None and path is None and text_tower_is_pretrained(spec, config)
+    model = _open_clip_model(spec, config or ModelConfig(), text_weights=text_weights)
     _initialise_decoder(model)
     if config is not None:
-        load_starting_weights(model, spec, config)
+        load_starting_weights(model, spec, config, path)
     return _adopt(model.float())
 
 
@@ -254,14 +257,14 @@ def build_meta(spec: ModelSpec) -> DualEncoder:
     """The model without memory: parameters and buffers on the meta device."""
     with torch.device("meta"):
         # A text tower of Hugging Face's comes in the dtype that its configuration names.
-        return _adopt(_open_clip_model(spec, None, device="meta").float())
+        return _adopt(_open_clip_model(spec, ModelConfig(), device="meta").float())
 
 
-def _open_clip_model(spec: ModelSpec, config: ModelConfig | None, device: str = "cpu") -> nn.Module:
+def _open_clip_model(
+    spec: ModelSpec, config: ModelConfig, device: str = "cpu", text_weights: bool = False
+) -> nn.Module:
     import open_clip
 
-    text_weights = config is not None and text_tower_is_pretrained(spec, config)
-    config = config or ModelConfig()
     with _as_folder(spec) as folder, _quiet_open_clip():
         try:
             return open_clip.create_model(

@@ -23,15 +23,14 @@ _PREFERRED = (WEIGHTS_NAME, "open_clip_pytorch_model.safetensors", "open_clip_py
 WEIGHT_SUFFIXES = (".safetensors", ".pt", ".bin", ".pth")
 
 
-def load_starting_weights(model: nn.Module, spec: ModelSpec, config: ModelConfig) -> None:
-    """Give the whole `model`, as open_clip builds it, the weights that the flags name, and say which.
+def load_starting_weights(model: nn.Module, spec: ModelSpec, config: ModelConfig, path: Path | None) -> None:
+    """Give the whole `model`, as open_clip builds it, the weights of a file if there is one; say what it has.
 
     Raises:
-        UserError: they cannot be found or do not fit.
+        UserError: they do not fit.
     """
     from open_clip import load_checkpoint
 
-    path = starting_weights(spec, config)
     if path is None:
         _log.info("starting weights: %s", _of_towers(spec, config))
         return
@@ -70,10 +69,10 @@ def starting_weights(spec: ModelSpec, config: ModelConfig) -> Path | None:
 
 
 def text_tower_is_pretrained(spec: ModelSpec, config: ModelConfig) -> bool:
-    """Whether a Hugging Face text tower starts from its own weights, before other weights are loaded."""
+    """Whether a Hugging Face text tower starts from its own weights, if the model as a whole has none."""
     own = spec.model_cfg["text_cfg"]
     asked = config.pretrained_text and own.get("hf_model_pretrained", True) and "hf_model_name" in own
-    return bool(asked) and config.pretrained_text_path is None and starting_weights(spec, config) is None
+    return bool(asked) and config.pretrained_text_path is None
 
 
 def weights_in(folder: Path) -> Path | None:

@@ -71,6 +71,12 @@ def test_a_folder_without_weights_starts_from_random_ones_and_says_so(
         locate(str(tmp_path / "model"), ModelConfig())
 
 
+def test_a_damaged_file_of_weights_is_a_message(folder: Path) -> None:
+    (folder / "open_clip_model.safetensors").write_bytes(b"cut")
+    with pytest.raises(UserError, match=r"open_clip_model\.safetensors does not fit"):
+        _built(ModelConfig(model=f"local-dir:{folder}"))
+
+
 def test_several_files_of_weights_are_refused_unless_one_has_open_clips_name(folder: Path) -> None:
     config = ModelConfig(model=f"local-dir:{folder}")
     (folder / "other.pt").write_bytes(b"")
